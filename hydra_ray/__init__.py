@@ -1,0 +1,1 @@
+"""The driver side: data, routing, elasticity, metrics, command line and reports, on Ray."""

@@ -1,0 +1,1 @@
+"""What a user runs: recipes, the Ray job entry point and cluster manifests."""

@@ -1,0 +1,1 @@
+"""Planning: sequence lengths in, plans out. Pure: numpy, numba and the standard library."""

@@ -1,0 +1,1 @@
+"""Workers: process groups, the context-parallel engine, the model and one training step."""
