@@ -1,0 +1,1 @@
+"""The `hydra-ray` command line."""

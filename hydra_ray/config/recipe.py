@@ -1,0 +1,179 @@
+"""The whole recipe, and its conversion to the types the planner and the workers take."""
+
+import hashlib
+import json
+from pathlib import PurePath
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from hydra_ray.config.cost import cost_model
+from hydra_ray.config.sections import (
+    CheckpointSection,
+    CostSection,
+    Count,
+    CountOrZero,
+    DataSection,
+    ElasticSection,
+    ModelSection,
+    NotNegative,
+    OptimizerSection,
+    ParallelSection,
+    Section,
+)
+from planner.cost import CostModel
+from planner.errors import InputError
+from planner.pool import PoolShape
+from workers.protocol import ModelSpec, TrainingSpec
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+
+
+def _split(value: object) -> object:
+    """One message for both of the forms a split may have."""
+    if value in ("auto", "ulysses", "ring"):
+        return value
+    whole = isinstance(value, list | tuple) and all(type(x) is int and x > 0 for x in value)
+    if whole and len(value) == 2:
+        return tuple(value)
+    raise ValueError(f"must be auto, ulysses, ring or [u, r] of whole numbers, got {value!r}")
+
+
+Split = Annotated[Literal["auto", "ulysses", "ring"] | tuple[int, int], BeforeValidator(_split)]
+
+
+class Recipe(Section):
+    """One training run. A key that is not listed here is an error."""
+
+    name: Name = Field(
+        default="run", description="The run's name when the command line gives none."
+    )
+    storage_path: str = Field(default="runs", description="Folder of run directories.")
+    seed: CountOrZero = 0
+    steps: Count
+    context: Count = Field(description="Most tokens of one sequence.")
+    token_budget: Count = Field(description="Most padded tokens of one rank in one microbatch.")
+    global_batch_tokens: Count = Field(description="Tokens of one step, whatever the pool.")
+    planner: str = Field(default="hydra", description="static, hydra, hydra-opt or mcore-v2.")
+    max_degree: Count | None = Field(
+        default=None, description="Largest CP degree; absent: the planner's."
+    )
+    cp_comm: Split = Field(
+        default="auto", description="Ulysses x ring: auto, ulysses, ring or [u, r]."
+    )
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    recompute: Literal["none", "selective", "full"] = "none"
+    overlap_all_to_all: bool = True
+    trace: bool = Field(default=False, description="Write a Perfetto trace into the run directory.")
+    workers: Count = Field(description="Worker processes to start with: ranks x TP x PP.")
+    cpus_per_worker: NotNegative = Field(
+        default=1.0, description="CPU cores a worker claims; below 1, workers share cores."
+    )
+    gpus_per_worker: NotNegative = 0.0
+    data: DataSection
+    model: ModelSection
+    optimizer: OptimizerSection = OptimizerSection()
+    parallel: ParallelSection = ParallelSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    elastic: ElasticSection = ElasticSection()
+    cost: CostSection = CostSection()
+
+    @model_validator(mode="after")
+    def _pool_is_whole(self) -> Self:
+        unit = self.parallel.scale_unit
+        if self.workers % unit:
+            below, above = self.workers // unit * unit, -(-self.workers // unit) * unit
+            legal = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"workers ({self.workers}) must be a multiple of tensor x pipeline x expert "
+                f"({unit}); the nearest legal size is {legal}"
+            )
+        low, high = self.elastic.min or 1, self.elastic.max or self.workers
+        if not low <= self.workers <= high:
+            raise ValueError(
+                f"workers ({self.workers}) must be within elastic.min..max ({low}..{high})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _axes_fit_the_model(self) -> Self:
+        axes, model = self.parallel, self.model
+        if axes.expert > 1 and (not model.num_experts or model.num_experts % axes.expert):
+            raise ValueError(
+                f"parallel.expert ({axes.expert}) must divide model.num_experts "
+                f"({model.num_experts})"
+            )
+        if model.num_heads % axes.tensor:
+            raise ValueError(
+                f"parallel.tensor ({axes.tensor}) must divide model.num_heads ({model.num_heads})"
+            )
+        layers = axes.pipeline * axes.chunks
+        if model.num_layers % layers:
+            raise ValueError(
+                f"parallel.pipeline x chunks ({layers}) must divide model.num_layers "
+                f"({model.num_layers})"
+            )
+        return self
+
+    @property
+    def corpus_path(self) -> str:
+        """The corpus; without `data.corpus`, a file under storage_path named by its content."""
+        if self.data.corpus is not None:
+            return self.data.corpus
+        key = json.dumps([self.data.model_dump(), self.context]).encode()
+        digest = hashlib.blake2b(key, digest_size=6).hexdigest()
+        return str(PurePath(self.storage_path) / "corpora" / f"{self.name}-{digest}.parquet")
+
+    def num_ranks(self, num_workers: int) -> int:
+        """G: the HDP ranks that `num_workers` processes make.
+
+        Raises:
+            InputError: the processes do not fill whole scale units.
+        """
+        unit = self.parallel.scale_unit
+        if num_workers < 1 or num_workers % unit:
+            below = max(unit, num_workers // unit * unit)
+            raise InputError(
+                "the number of workers must fill whole scale units (tensor x pipeline x expert)",
+                value=num_workers,
+                limit=f"a multiple of {unit}",
+                remedy=f"Use {below} or {below + unit}.",
+            )
+        return num_workers // self.parallel.processes_per_rank
+
+    def pool_shape(self, num_ranks: int) -> PoolShape:
+        """The pool of `num_ranks` HDP ranks as the planner sees it."""
+        axes = self.parallel
+        return PoolShape(
+            num_ranks=num_ranks,
+            token_budget=self.token_budget,
+            stages=axes.pipeline,
+            chunks=axes.chunks,
+            expert_ranks=axes.expert,
+            max_degree=self.max_degree,
+            pad_unit=2 * axes.tensor if axes.sequence_parallel else 2,
+        )
+
+    def model_spec(self, vocab_size: int) -> ModelSpec:
+        """The model for a corpus of `vocab_size` tokens."""
+        return ModelSpec(vocab_size=vocab_size, context=self.context, **self.model.model_dump())
+
+    def cost_model(self) -> CostModel:
+        """What the planner is told a sequence costs."""
+        return cost_model(
+            self.cost, self.model, self.parallel, dtype=self.dtype, cp_comm=self.cp_comm
+        )
+
+    def training_spec(self) -> TrainingSpec:
+        """How every worker trains."""
+        optimizer = self.optimizer.model_dump()
+        return TrainingSpec(
+            seed=self.seed,
+            dtype=self.dtype,
+            optimizer=optimizer.pop("name"),
+            recompute=self.recompute,
+            overlap_all_to_all=self.overlap_all_to_all,
+            trace=self.trace,
+            **optimizer,
+            **self.parallel.model_dump(),
+        )

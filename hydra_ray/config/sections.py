@@ -1,0 +1,223 @@
+"""The sections of a recipe. Each field's description is its documentation."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(strict=True, ge=1)]
+CountOrZero = Annotated[int, Field(strict=True, ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: immutable, and a key it does not know is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataSection(Section):
+    """Where the sequences come from."""
+
+    corpus: str | None = Field(
+        default=None, description="Tokenised Parquet corpus; absent: prepared from `sources`."
+    )
+    sources: tuple[str, ...] = Field(
+        default=(), description="Folders, text, JSONL or Parquet files, or `python-stdlib`."
+    )
+    tokenizer: str = Field(
+        default="bytes", description="`bytes`, or the path of a Hugging Face tokenizer.json."
+    )
+    text_column: str = Field(default="text", description="The column of JSONL and Parquet sources.")
+    on_too_long: Literal["split", "drop"] = Field(
+        default="split", description="What to do with a document longer than the context."
+    )
+
+    @model_validator(mode="after")
+    def _has_an_origin(self) -> Self:
+        if self.corpus is None and not self.sources:
+            raise ValueError("name a corpus, or the sources to prepare one from")
+        return self
+
+
+class ModelSection(Section):
+    """The model: `workers.protocol.ModelSpec` without what the data decides."""
+
+    num_layers: Count
+    hidden_size: Count
+    ffn_hidden_size: Count
+    num_heads: Count
+    num_kv_heads: Count
+    attention: Literal["gqa", "mla"] = "gqa"
+    head_dim: Count | None = None
+    rope_base: Positive = 10_000.0
+    output_gate: bool = False
+    q_lora_rank: CountOrZero = 0
+    kv_lora_rank: CountOrZero = 0
+    qk_head_dim: CountOrZero = 0
+    qk_rope_dim: CountOrZero = 0
+    v_head_dim: CountOrZero = 0
+    num_experts: CountOrZero = 0
+    expert_top_k: Count = 2
+    expert_ffn_hidden_size: CountOrZero = 0
+    shared_expert_ffn_hidden_size: CountOrZero = 0
+    aux_loss_coeff: NotNegative = 0.0
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be a multiple of "
+                f"num_kv_heads ({self.num_kv_heads})"
+            )
+        if self.attention == "gqa" and self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) must be a multiple of num_heads "
+                f"({self.num_heads}), or give head_dim"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _latent_attention_is_whole(self) -> Self:
+        needed = ("kv_lora_rank", "qk_head_dim", "qk_rope_dim", "v_head_dim")
+        missing = [name for name in needed if not getattr(self, name)]
+        if self.attention == "mla" and missing:
+            raise ValueError(f"attention: mla also needs {', '.join(missing)}")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_are_whole(self) -> Self:
+        if not self.num_experts:
+            return self
+        if not self.expert_ffn_hidden_size:
+            raise ValueError("num_experts above 0 also needs expert_ffn_hidden_size")
+        if self.expert_top_k > self.num_experts:
+            raise ValueError(
+                f"expert_top_k ({self.expert_top_k}) exceeds num_experts ({self.num_experts})"
+            )
+        return self
+
+
+class OptimizerSection(Section):
+    """Megatron's optimizer and its learning-rate schedule."""
+
+    name: Literal["adam", "sgd"] = "adam"
+    lr: Positive = 1e-3
+    min_lr: NotNegative = 0.0
+    warmup_steps: CountOrZero = 0
+    decay_steps: CountOrZero = Field(default=0, description="Cosine decay ends here; 0: no decay.")
+    weight_decay: NotNegative = 0.0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: Positive = 1e-8
+    clip_grad: NotNegative = Field(
+        default=1.0, description="Largest gradient norm; 0: no clipping."
+    )
+    distributed_optimizer: bool = False
+
+    @model_validator(mode="after")
+    def _rates_are_ordered(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr ({self.min_lr}) exceeds lr ({self.lr})")
+        if self.decay_steps and self.decay_steps < self.warmup_steps:
+            raise ValueError(
+                f"decay_steps ({self.decay_steps}) ends before warmup_steps ({self.warmup_steps})"
+            )
+        return self
+
+
+class ParallelSection(Section):
+    """The axes beside context parallelism, with fixed sizes."""
+
+    tensor: Count = 1
+    sequence_parallel: bool = False
+    pipeline: Count = 1
+    chunks: Count = Field(
+        default=1, description="Virtual pipeline chunks a stage (interleaved 1F1B)."
+    )
+    expert: Count = 1
+
+    @model_validator(mode="after")
+    def _axes_make_sense(self) -> Self:
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError("sequence_parallel needs tensor above 1")
+        if self.chunks > 1 and self.pipeline == 1:
+            raise ValueError("chunks above 1 need pipeline above 1")
+        return self
+
+    @property
+    def processes_per_rank(self) -> int:
+        """Processes behind one HDP rank: TP x PP."""
+        return self.tensor * self.pipeline
+
+    @property
+    def scale_unit(self) -> int:
+        """Processes that are added or removed as one: those of `expert` HDP ranks."""
+        return self.expert * self.processes_per_rank
+
+
+class CheckpointSection(Section):
+    """When and where the run saves itself."""
+
+    every_steps: CountOrZero = Field(default=0, description="0: only on demand and at the end.")
+    keep: Count = Field(default=2, description="Newest checkpoints to keep.")
+    path: str | None = Field(
+        default=None,
+        description="Folder or fsspec URL; absent: `checkpoints` in the run directory.",
+    )
+
+
+class ElasticSection(Section):
+    """How the pool may change while the run goes on. Numbers are worker processes."""
+
+    min: Count | None = Field(
+        default=None,
+        description="Fewest workers to train with; absent: what the longest sequence needs.",
+    )
+    max: Count | None = Field(default=None, description="Most workers; absent: no limit.")
+    standbys: CountOrZero = Field(default=0, description="Workers kept loaded and idle as spares.")
+    follow_cluster: bool = Field(
+        default=False, description="Grow and shrink with the Ray cluster's capacity."
+    )
+    heartbeat_s: Positive = Field(
+        default=2.0, description="A worker silent for five of these is dead."
+    )
+    max_failures: CountOrZero = Field(default=8, description="Failures before the run gives up.")
+    failure_window_s: Positive = Field(
+        default=3600.0, description="Only failures this recent count."
+    )
+    grow_timeout_s: Positive = Field(
+        default=120.0, description="New workers must be loaded within this."
+    )
+    wait_timeout_s: Positive = Field(default=600.0, description="How long to wait below `min`.")
+
+    @model_validator(mode="after")
+    def _bounds_are_ordered(self) -> Self:
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min ({self.min}) exceeds max ({self.max})")
+        return self
+
+
+class CostSection(Section):
+    """Coefficients of the planner's cost model; those absent follow from the model's shape."""
+
+    preset: Literal["dense", "moe", "mla"] | None = Field(
+        default=None, description="Start from a published model's coefficients instead."
+    )
+    quadratic_s: Positive | None = Field(
+        default=None, description="Seconds of attention per token squared, one stage's layers."
+    )
+    linear_s: NotNegative | None = Field(
+        default=None, description="Seconds of everything else per token, one stage's layers."
+    )
+    fixed_s: NotNegative | None = Field(default=None, description="Seconds per microbatch.")
+    latency_s: NotNegative | None = Field(
+        default=None, description="Seconds each sequence adds at degrees above 1."
+    )
+    ranks_per_node: Count | None = None
+    intra_node_bytes_per_s: Positive | None = None
+    inter_node_bytes_per_s: Positive | None = None
+    exposed_alltoall: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, description="Share of all-to-all time that nothing hides."
+    )

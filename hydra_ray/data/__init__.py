@@ -1,0 +1,1 @@
+"""From documents to global batches: prepare a corpus, index it, walk it in order."""
