@@ -33,9 +33,10 @@ def _split(value: object) -> object:
     """One message for both of the forms a split may have."""
     if value in ("auto", "ulysses", "ring"):
         return value
-    whole = isinstance(value, list | tuple) and all(type(x) is int and x > 0 for x in value)
-    if whole and len(value) == 2:
-        return tuple(value)
+    if isinstance(value, list | tuple) and len(value) == 2:
+        ulysses, ring = value
+        if type(ulysses) is int and type(ring) is int and min(ulysses, ring) > 0:
+            return ulysses, ring
     raise ValueError(f"must be auto, ulysses, ring or [u, r] of whole numbers, got {value!r}")
 
 
