@@ -1,19 +1,19 @@
 """The `hydra-ray` command: registers the commands, turns errors into messages and exit codes.
 
-Exit codes: 0 done, 1 failed, 2 the input is wrong and nothing was changed, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 the input is wrong and nothing was changed, 130 interrupted
+(Typer turns Ctrl-C and mistakes of usage into theirs).
 Command modules import Ray, pyarrow and the like inside their functions, so that `--help` and
 mistakes answer at once.
 """
 
 import sys
 
-import click
 import typer
 
+from hydra_ray.cli.doctor import doctor
 from hydra_ray.cli.output import say_error
+from hydra_ray.cli.prepare import prepare
 from planner.errors import HydraError
-
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="hydra-ray",
@@ -29,6 +29,10 @@ def _frame() -> None:
     """Elastic training of Megatron models on Ray with dynamic context parallelism."""
 
 
+app.command()(prepare)
+app.command()(doctor)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit the process with its code."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
@@ -36,16 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code."""
-    command = typer.main.get_command(app)
     try:
-        result = command.main(args=arguments, prog_name="hydra-ray", standalone_mode=False)
+        app(arguments, prog_name="hydra-ray")
     except HydraError as error:
         say_error(error, as_json="--json" in arguments)
         return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        sys.stderr.write("interrupted\n")
-        return INTERRUPTED
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    return result if isinstance(result, int) else 0
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0

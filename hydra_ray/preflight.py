@@ -1,0 +1,131 @@
+"""What must hold before a run may start. Nothing is written until all of it holds."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from hydra_ray.config import Recipe
+from hydra_ray.data.index import SequenceIndex
+from hydra_ray.data.prepare import CorpusSummary, prepare_corpus
+from hydra_ray.data.tokenise import PrepareOptions
+from planner.errors import InfeasibleError, InputError
+from planner.registry import get_planner
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """What the recipe's own types cannot see.
+
+    Raises:
+        InputError: no such planner, or heads and degrees that no split fits.
+    """
+    get_planner(recipe.planner)
+    recipe.cost_model().table(recipe.pool_shape(recipe.num_ranks(recipe.workers)))
+
+
+def check_machine(recipe: Recipe, *, num_cpus: float, num_gpus: float) -> None:
+    """Whether the workers and standbys fit the machine or the cluster.
+
+    Args:
+        recipe: says how many workers there are and what each claims.
+        num_cpus: cores there are: `usable_cores()` here, Ray's total on a cluster.
+        num_gpus: GPUs there are.
+
+    Raises:
+        InputError: they do not fit.
+    """
+    processes = recipe.workers + recipe.elastic.standbys
+    claims = (
+        ("CPU core", recipe.cpus_per_worker, num_cpus, "cpus_per_worker"),
+        ("GPU", recipe.gpus_per_worker, num_gpus, "gpus_per_worker"),
+    )
+    for resource, each, available, key in claims:
+        if each * processes > available:
+            raise InputError(
+                f"the workers need more {resource}s than there are",
+                value=f"{processes} workers x {each:g} {resource}s = {each * processes:g}",
+                limit=f"{available:g} {resource}s, which is {int(available / each)} workers",
+                remedy=f"Lower workers, or lower {key} so that workers share.",
+            )
+
+
+def open_corpus(
+    recipe: Recipe, *, on_progress: Callable[[CorpusSummary], None] | None = None
+) -> SequenceIndex:
+    """Open the recipe's corpus; where it is absent and the recipe names sources, prepare it.
+
+    Call it after the other checks: preparing writes a file.
+
+    Raises:
+        InputError: there is no corpus and no source, or either cannot be used.
+    """
+    path = recipe.corpus_path
+    if recipe.data.sources and "://" not in path and not Path(path).exists():
+        options = PrepareOptions(
+            context=recipe.context,
+            tokenizer=recipe.data.tokenizer,
+            text_column=recipe.data.text_column,
+            on_too_long=recipe.data.on_too_long,
+        )
+        processes = usable_cores()
+        prepare_corpus(
+            recipe.data.sources, path, options, processes=processes, on_progress=on_progress
+        )
+    return SequenceIndex(path)
+
+
+def check_corpus(recipe: Recipe, index: SequenceIndex) -> None:
+    """Whether every sequence fits the model's context and the pool.
+
+    Raises:
+        InputError: a sequence is longer than the context.
+        InfeasibleError: a sequence is longer than the pool holds, at the start or at
+            `elastic.min` workers.
+    """
+    row = int(index.lengths.argmax())
+    longest, named = int(index.lengths[row]), f"sequence {index.ids[row]}"
+    if longest > recipe.context:
+        raise InputError(
+            "the corpus holds a sequence longer than the context",
+            value=f"{named} of {longest} tokens",
+            limit=f"context {recipe.context}",
+            remedy=f"Prepare the corpus with --context {recipe.context}, or raise context.",
+        )
+    for workers, where in ((recipe.workers, "workers"), (recipe.elastic.min, "elastic.min")):
+        if workers is not None and not _holds(recipe, workers, longest):
+            raise InfeasibleError(
+                "the corpus holds a sequence longer than the pool can hold",
+                value=f"{named} of {longest} tokens",
+                limit=f"{where} {workers} x token_budget {recipe.token_budget}",
+                remedy="Raise token_budget or the number of workers, or prepare the corpus with "
+                "a smaller --context.",
+            )
+
+
+def smallest_pool(recipe: Recipe, longest: int) -> int:
+    """The fewest workers that can train: `elastic.min`, or what the longest sequence needs.
+
+    Raises:
+        InfeasibleError: no pool holds it, since max_degree bounds its CP degree.
+    """
+    if recipe.elastic.min is not None:
+        return recipe.elastic.min
+    workers = recipe.parallel.scale_unit
+    while not _holds(recipe, workers, longest):
+        if recipe.max_degree is not None and recipe.num_ranks(workers) >= recipe.max_degree:
+            raise InfeasibleError(
+                "no pool holds the longest sequence",
+                value=f"{longest} tokens",
+                limit=f"max_degree {recipe.max_degree} x token_budget {recipe.token_budget}",
+                remedy="Raise token_budget or max_degree.",
+            )
+        workers += recipe.parallel.scale_unit
+    return workers
+
+
+def _holds(recipe: Recipe, workers: int, longest: int) -> bool:
+    return recipe.pool_shape(recipe.num_ranks(workers)).longest_sequence >= longest
