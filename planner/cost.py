@@ -11,6 +11,7 @@ own attention blocks, so only what exceeds them is paid (HyDra paper, section 5.
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -140,44 +141,49 @@ class CostModel:
         Raises:
             InputError: `cp_comm` allows no split of one of the pool's degrees.
         """
-        splits = [self._split(degree) for degree in pool.degrees]
-        traffic_s = [self._traffic_s(u, r) for u, r in splits]
-        degrees = np.array(pool.degrees, dtype=np.int64)
-        return CostTable(
-            degrees=degrees,
-            ulysses=np.array([u for u, _ in splits], dtype=np.int64),
-            quadratic_s=self.quadratic_s / degrees,
-            linear_s=self.linear_s / degrees,
-            alltoall_s=self.exposed_alltoall * np.array([a for a, _ in traffic_s]),
-            ring_s=np.array([r for _, r in traffic_s]),
-            latency_s=np.where(degrees > 1, self.latency_s, 0.0),
-            fixed_s=self.fixed_s,
-            pad_unit=pool.pad_unit,
-        )
+        return _table(self, pool)
 
-    def _split(self, degree: int) -> tuple[int, int]:
-        return factorize(
+
+@lru_cache(maxsize=64)
+def _table(cost: CostModel, pool: PoolShape) -> CostTable:
+    """Kept, as the pool and the model stay the same for many steps. Its arrays are read-only."""
+    splits = [
+        factorize(
             degree,
-            self.attention,
-            cp_comm=self.cp_comm,
-            tensor=self.tensor,
-            ranks_per_node=self.ranks_per_node,
+            cost.attention,
+            cp_comm=cost.cp_comm,
+            tensor=cost.tensor,
+            ranks_per_node=cost.ranks_per_node,
         )
+        for degree in pool.degrees
+    ]
+    traffic_s = [_traffic_s(cost, u, r) for u, r in splits]
+    degrees = np.array(pool.degrees, dtype=np.int64)
+    return CostTable(
+        degrees=degrees,
+        ulysses=np.array([u for u, _ in splits], dtype=np.int64),
+        quadratic_s=cost.quadratic_s / degrees,
+        linear_s=cost.linear_s / degrees,
+        alltoall_s=cost.exposed_alltoall * np.array([a for a, _ in traffic_s]),
+        ring_s=np.array([r for _, r in traffic_s]),
+        latency_s=np.where(degrees > 1, cost.latency_s, 0.0),
+        fixed_s=cost.fixed_s,
+        pad_unit=pool.pad_unit,
+    )
 
-    def _traffic_s(self, ulysses: int, ring: int) -> tuple[float, float]:
-        """All-to-all and ring seconds per padded token, forward plus backward, one stage."""
-        sent = traffic_bytes(self.attention.split(self.tensor), ulysses, ring)
-        hdp_per_node = max(1, self.ranks_per_node // self.tensor)
-        leaving = off_node_share(ulysses, hdp_per_node)
-        byte_s = (1 - leaving) / self.intra_node_bytes_per_s + leaving / self.inter_node_bytes_per_s
-        within_node = ulysses * ring <= hdp_per_node
-        hop_bytes_per_s = (
-            self.intra_node_bytes_per_s if within_node else self.inter_node_bytes_per_s
-        )
-        return (
-            self.num_layers * ALLTOALL_PASSES * sent.alltoall_bytes * byte_s,
-            self.num_layers * RING_PASSES * sent.ring_bytes / hop_bytes_per_s,
-        )
+
+def _traffic_s(cost: CostModel, ulysses: int, ring: int) -> tuple[float, float]:
+    """All-to-all and ring seconds per padded token, forward plus backward, one stage."""
+    sent = traffic_bytes(cost.attention.split(cost.tensor), ulysses, ring)
+    hdp_per_node = max(1, cost.ranks_per_node // cost.tensor)
+    leaving = off_node_share(ulysses, hdp_per_node)
+    byte_s = (1 - leaving) / cost.intra_node_bytes_per_s + leaving / cost.inter_node_bytes_per_s
+    within_node = ulysses * ring <= hdp_per_node
+    hop_bytes_per_s = cost.intra_node_bytes_per_s if within_node else cost.inter_node_bytes_per_s
+    return (
+        cost.num_layers * ALLTOALL_PASSES * sent.alltoall_bytes * byte_s,
+        cost.num_layers * RING_PASSES * sent.ring_bytes / hop_bytes_per_s,
+    )
 
 
 def _require_finite(name: str, value: float, *, above_zero: bool) -> None:

@@ -85,3 +85,21 @@ class Plan:
 
 
 ARRAYS = tuple(field.name for field in fields(Plan) if field.type is IntArray)
+
+
+def empty_plan(planner: str, pool: PoolShape) -> Plan:
+    """The plan of a batch without sequences: no microbatches."""
+    none = np.zeros(0, dtype=np.int64)
+    return Plan(
+        planner=planner,
+        pool=pool,
+        num_microbatches=0,
+        lengths=none,
+        group_microbatch=none,
+        group_start=none,
+        group_size=none,
+        group_ulysses=none,
+        group_offsets=np.zeros(1, dtype=np.int64),
+        members=none,
+        target_s=0.0,
+    )
