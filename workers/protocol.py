@@ -15,6 +15,7 @@ class ModelSpec:
 
     `attention` is "gqa" (dense grouped-query attention) or "mla" (gated multi-head latent
     attention). Lengths of heads are in elements; `num_experts` 0 is a dense feed-forward.
+    `rope_scaling_factor` above 1 makes MLA use YaRN, stretched by it to `context`.
     """
 
     num_layers: int
@@ -27,6 +28,7 @@ class ModelSpec:
     attention: Literal["gqa", "mla"] = "gqa"
     head_dim: int | None = None
     rope_base: float = 10_000.0
+    rope_scaling_factor: float = 1.0
     output_gate: bool = False
     q_lora_rank: int = 0
     kv_lora_rank: int = 0

@@ -1,0 +1,139 @@
+"""Megatron's layers, told which microbatch they run.
+
+Shape legend: T local tokens, H heads of this tensor rank, K key/value heads, D head dim.
+
+Megatron's transformer layer and attention modules are subclassed, not copied: the parameters,
+projections, norms, MLP and recompute are theirs. Only `forward` of the attention is ours, for
+Megatron's reads its CP group from the module, where every microbatch needs its own.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from workers.attention.engine import context_parallel_attention
+from workers.megatron.context import Microbatch, MicrobatchParams, entered
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, with its weight marked for sequence parallelism.
+
+    Megatron's wrapper refuses sequence parallelism. All it needs is that the weight's gradient,
+    which each tensor rank sees for its tokens only, is summed: Megatron does so for parameters
+    that carry this mark.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class MicrobatchLayer(TransformerLayer):
+    """A transformer layer that makes its microbatch current while it runs, or runs again."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's, with the microbatch of `packed_seq_params` current."""
+        params: MicrobatchParams = kwargs["packed_seq_params"]
+        with entered(params.microbatch):
+            return super().forward(*args, **kwargs)
+
+
+class ContextParallelCore(MegatronModule):
+    """Core attention: hands query, key and value to the context-parallel engine."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale or (k_channels or config.kv_channels) ** -0.5
+
+    def forward(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,  # noqa: ARG002 - always causal per sequence
+        *,
+        packed_seq_params: MicrobatchParams,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Causal attention of every packed sequence over its whole group: [T, H, D of v]."""
+        microbatch = microbatch_of(packed_seq_params)
+        return context_parallel_attention(
+            q_THD,
+            k_TKD,
+            v_TKD,
+            lengths=microbatch.padded_lengths,
+            groups=microbatch.groups,
+            scale=self.scale,
+            counters=microbatch.counters,
+        )
+
+
+def microbatch_of(params: MicrobatchParams) -> Microbatch:
+    """The microbatch that came with Megatron's packed-sequence parameters."""
+    if params.microbatch is None:
+        raise RuntimeError("packed_seq_params carries no microbatch")
+    return params.microbatch
+
+
+class GroupedQueryAttention(SelfAttention):
+    """Megatron's self-attention in the CP group of its microbatch."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        rotary_pos_emb: torch.Tensor,
+        packed_seq_params: MicrobatchParams,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention over the sequences of one microbatch.
+
+        Args:
+            hidden_states: [T, 1, hidden], or T / tensor of it under sequence parallelism.
+            attention_mask: unused; attention is causal within each sequence.
+            rotary_pos_emb: [longest sequence, 1, 1, D] angles.
+            packed_seq_params: carries the microbatch.
+
+        Returns:
+            [T, 1, hidden] output, and the bias Megatron adds later.
+        """
+        gated = self.config.attention_output_gate
+        q, k, v, *gate = self.get_query_key_value_tensors(hidden_states, output_gate=gated)
+        q_THD, k_TKD, v_TKD = q.squeeze(1), k.squeeze(1), v.squeeze(1)
+        q_THD = self._rotate(q_THD, rotary_pos_emb, packed_seq_params)
+        k_TKD = self._rotate(k_TKD, rotary_pos_emb, packed_seq_params)
+        attend = self._checkpointed_attention_forward if self._recomputes else self.core_attention
+        out_THD = attend(q_THD, k_TKD, v_TKD, attention_mask, packed_seq_params=packed_seq_params)
+        out = out_THD.reshape(out_THD.size(0), 1, -1)
+        if gated:
+            out = self._apply_output_gate(out, gate[0])
+        return self.linear_proj(out)
+
+    @property
+    def _recomputes(self) -> bool:
+        return self.checkpoint_core_attention and self.training
+
+    def _rotate(
+        self, x_THD: torch.Tensor, angles: torch.Tensor, params: MicrobatchParams
+    ) -> torch.Tensor:
+        return apply_rotary_pos_emb(
+            x_THD,
+            angles,
+            config=self.config,
+            cu_seqlens=params.cu_seqlens_q,
+            cp_group=microbatch_of(params).groups.cp,
+        )

@@ -1,0 +1,172 @@
+"""From a step's payload to what one rank feeds its model in one microbatch.
+
+Shape legend: N sequences of the group, P padded packed tokens of the group, T tokens of this
+rank (P / degree).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from planner.plan import Plan
+from planner.pool import IntArray
+from workers.attention.counters import Counters
+from workers.attention.layout import zigzag_index
+from workers.groups import GroupRegistry
+from workers.megatron.context import Microbatch, MicrobatchParams
+from workers.protocol import StepPayload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LocalBatch:
+    """One rank's share of one microbatch.
+
+    Args:
+        token_ids_T: [T] int64 input tokens; padding is token 0.
+        labels_T: [T] int64 the next token of the same sequence.
+        loss_mask_T: [T] bool, True where there is a next token.
+        sequence_T: [T] int64, which of `sequence_ids` each token belongs to.
+        sequence_ids: ids of the packed sequences; empty on an idle rank.
+        params: what Megatron's layers are told, our microbatch among it.
+    """
+
+    token_ids_T: torch.Tensor
+    labels_T: torch.Tensor
+    loss_mask_T: torch.Tensor
+    sequence_T: torch.Tensor
+    sequence_ids: tuple[int, ...]
+    params: MicrobatchParams
+
+    @property
+    def microbatch(self) -> Microbatch:
+        """The microbatch as layers see it."""
+        assert self.params.microbatch is not None  # noqa: S101 - set by this module alone
+        return self.params.microbatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Packed:
+    """The whole group's tokens, padded and packed, before they are cut over its ranks."""
+
+    token_ids_P: IntArray
+    labels_P: IntArray
+    is_real_P: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    has_label_P: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    sequence_P: IntArray
+
+
+def local_batches(
+    payload: StepPayload, registry: GroupRegistry, device: torch.device
+) -> Iterator[LocalBatch]:
+    """This rank's share of every microbatch of the step, in order.
+
+    Each is built when the schedule asks for it. Cost: O(tokens of the group).
+    """
+    for index in range(payload.plan.num_microbatches):
+        yield local_batch(payload, index, registry, device)
+
+
+def local_batch(
+    payload: StepPayload, index: int, registry: GroupRegistry, device: torch.device
+) -> LocalBatch:
+    """This rank's share of microbatch `index`."""
+    plan = payload.plan
+    group = plan.group_of_rank(index, registry.place.hdp)
+    if group is None or not len(plan.group_members(group)):
+        return _idle(plan, index, registry, device)
+    start, size = int(plan.group_start[group]), int(plan.group_size[group])
+    members = plan.group_members(group)
+    padded = tuple(plan.pool.padded(int(length), size) for length in plan.lengths[members])
+    packed = _pack(payload, members, padded)
+    mine = np.asarray(zigzag_index(padded, size, registry.place.hdp - start))
+    groups = registry.of(start, size, int(plan.group_ulysses[group]))
+    return LocalBatch(
+        token_ids_T=_on(packed.token_ids_P[mine], device),
+        labels_T=_on(packed.labels_P[mine], device),
+        loss_mask_T=_on(packed.has_label_P[mine], device),
+        sequence_T=_on(packed.sequence_P[mine], device),
+        sequence_ids=tuple(int(i) for i in payload.sequence_ids[members]),
+        params=_params(
+            Microbatch(
+                index=index,
+                groups=groups,
+                padded_lengths=padded,
+                real_T=_on(packed.is_real_P[mine], device),
+                idle=False,
+                counters=Counters(),
+            ),
+            device,
+        ),
+    )
+
+
+def _pack(payload: StepPayload, members: IntArray, padded: tuple[int, ...]) -> _Packed:
+    total = sum(padded)
+    token_ids_P = np.zeros(total, dtype=np.int64)
+    labels_P = np.zeros(total, dtype=np.int64)
+    is_real_P = np.zeros(total, dtype=np.bool_)
+    has_label_P = np.zeros(total, dtype=np.bool_)
+    start = 0
+    for member, width in zip(members, padded, strict=True):
+        first, last = payload.token_offsets[member], payload.token_offsets[member + 1]
+        tokens = payload.tokens[first:last]
+        end = start + len(tokens)
+        token_ids_P[start:end] = tokens
+        labels_P[start : end - 1] = tokens[1:]
+        is_real_P[start:end] = True
+        has_label_P[start : end - 1] = True  # the last token of a sequence predicts nothing
+        start += width
+    return _Packed(
+        token_ids_P=token_ids_P,
+        labels_P=labels_P,
+        is_real_P=is_real_P,
+        has_label_P=has_label_P,
+        sequence_P=np.repeat(np.arange(len(padded)), padded),
+    )
+
+
+def _idle(plan: Plan, index: int, registry: GroupRegistry, device: torch.device) -> LocalBatch:
+    """A shortest possible sequence without labels: the rank joins every collective.
+
+    Zero tokens would not do: Megatron's attention cannot reshape an empty tensor.
+    """
+    num_tokens = plan.pool.padded(1, 1)
+    zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    false_T = torch.zeros(num_tokens, dtype=torch.bool, device=device)
+    microbatch = Microbatch(
+        index=index,
+        groups=registry.of(registry.place.hdp, 1, 1),
+        padded_lengths=(num_tokens,),
+        real_T=false_T,
+        idle=True,
+        counters=Counters(),
+    )
+    return LocalBatch(
+        token_ids_T=zeros_T,
+        labels_T=zeros_T,
+        loss_mask_T=false_T,
+        sequence_T=zeros_T,
+        sequence_ids=(),
+        params=_params(microbatch, device),
+    )
+
+
+def _params(microbatch: Microbatch, device: torch.device) -> MicrobatchParams:
+    bounds = np.concatenate(([0], np.cumsum(microbatch.padded_lengths)))
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    longest = max(microbatch.padded_lengths)
+    return MicrobatchParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        cp_group=microbatch.groups.cp,
+        microbatch=microbatch,
+    )
+
+
+def _on(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device)
