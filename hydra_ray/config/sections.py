@@ -52,6 +52,9 @@ class ModelSection(Section):
     attention: Literal["gqa", "mla"] = "gqa"
     head_dim: Count | None = None
     rope_base: Positive = 10_000.0
+    rope_scaling_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
+        default=1.0, description="YaRN scaling of rotary embeddings, latent attention only."
+    )
     output_gate: bool = False
     q_lora_rank: CountOrZero = 0
     kv_lora_rank: CountOrZero = 0
