@@ -32,12 +32,22 @@ def wrap_in_ddp(chunks: list[GPTModel], training: TrainingSpec) -> list[Distribu
         use_distributed_optimizer=training.distributed_optimizer,
         overlap_grad_reduce=False,
     )
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = _finalize
     modules = [Float16Module(config, c) if config.bf16 else c for c in chunks]
     return [
         DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
+
+
+def _finalize(
+    modules: list[DistributedDataParallel], num_tokens: torch.Tensor, **kwargs: Any
+) -> None:
+    """Megatron's finalisation with the token count in float64.
+
+    It scales by `1.0 / num_tokens`, which for an integer tensor is rounded to float32.
+    """
+    finalize_model_grads(modules, num_tokens.to(torch.float64), **kwargs)
 
 
 def learning_rate(step: int, training: TrainingSpec) -> float:
