@@ -10,9 +10,12 @@ import sys
 
 import typer
 
+from hydra_ray.cli import control
 from hydra_ray.cli.doctor import doctor
 from hydra_ray.cli.output import say_error
 from hydra_ray.cli.prepare import prepare
+from hydra_ray.cli.submit import submit
+from hydra_ray.cli.train import train
 from planner.errors import HydraError
 
 app = typer.Typer(
@@ -31,6 +34,18 @@ def _frame() -> None:
 
 app.command()(prepare)
 app.command()(doctor)
+app.command()(train)
+app.command()(submit)
+app.command(name="list")(control.list_runs)
+for command in (
+    control.status,
+    control.events,
+    control.logs,
+    control.scale,
+    control.checkpoint,
+    control.stop,
+):
+    app.command()(command)
 
 
 def main(arguments: list[str] | None = None) -> None:

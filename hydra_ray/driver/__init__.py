@@ -1,0 +1,1 @@
+"""The driver: the named actor that plans, trains, scales and recovers one run."""

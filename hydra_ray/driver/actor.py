@@ -1,0 +1,254 @@
+"""The driver: one named actor a run. One thread trains; the others answer in milliseconds."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from hydra_ray.config import Recipe
+from hydra_ray.data.batches import GlobalBatches
+from hydra_ray.data.index import SequenceIndex
+from hydra_ray.driver.checkpoints import Checkpoints
+from hydra_ray.driver.crew import RayCrew, WorkerNeeds
+from hydra_ray.driver.decisions import Limits
+from hydra_ray.driver.errors import RunNotFoundError
+from hydra_ray.driver.generation import StoreAddress
+from hydra_ray.driver.journal import Journal, Line
+from hydra_ray.driver.loop import Settings, Timeouts, TrainingLoop
+from hydra_ray.driver.placement import UnitShape
+from hydra_ray.driver.preparation import Preparation
+from hydra_ray.driver.requests import Requests
+from hydra_ray.driver.states import RunState
+from hydra_ray.preflight import smallest_pool
+from hydra_ray.rundir import Endpoint, RunDirectory
+from planner.errors import InputError
+from planner.registry import get_planner
+from workers.actor import RuntimeFactory, megatron_runtime
+from workers.rendezvous import start_store
+
+NAMESPACE = "hydra"
+UNBOUNDED = 1 << 30
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a driver is started with."""
+
+    run: str
+    recipe: Recipe
+    directory: RunDirectory
+    endpoint: Endpoint
+    make_runtime: RuntimeFactory = field(default=megatron_runtime)
+
+
+def driver_name(run: str) -> str:
+    """The name of a run's actor in the namespace "hydra"."""
+    return f"hydra-{run}"
+
+
+class Driver:
+    """One run. `run` trains; every other method answers at once from another thread."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._unit = order.recipe.parallel.scale_unit
+        self._requests = Requests(order.recipe.workers // self._unit)
+        self._journal = Journal(order.directory)
+        self._journal.know(run=order.run, num_steps=order.recipe.steps)
+
+    def __repr__(self) -> str:
+        return f"Driver({self._order.run})"
+
+    @ray.method(concurrency_group="train")
+    def run(self) -> dict[str, Any]:
+        """Train to the end; returns the run in figures.
+
+        Raises:
+            HydraError: what ended the run.
+        """
+        directory = self._order.directory
+        with _logging_to(directory):
+            directory.write_endpoint(self._order.endpoint)
+            try:
+                end = self._train()
+                self._journal.enter(end)
+            except Exception as error:
+                log.exception("the run failed")
+                facts = {"error": str(error), "kind": type(error).__name__}
+                self._journal.enter(RunState.FAILED, **facts)
+                raise
+            finally:
+                directory.clear_endpoint()
+        return summary(directory, self._order.run, self._journal.status())
+
+    def _train(self) -> RunState:
+        order, recipe = self._order, self._order.recipe
+        store = start_store(ray.util.get_node_ip_address())
+        with SequenceIndex(recipe.corpus_path) as index:
+            batches = GlobalBatches(
+                index, seed=recipe.seed, batch_tokens=recipe.global_batch_tokens
+            )
+            preparation = Preparation(
+                batches, get_planner(recipe.planner), recipe.cost_model(), ray.put
+            )
+            crew = RayCrew(self._needs(index), heartbeat_s=recipe.elastic.heartbeat_s)
+            try:
+                return TrainingLoop(
+                    _settings(recipe, index),
+                    crew=crew,
+                    preparation=preparation,
+                    checkpoints=checkpoints_of(recipe, order.run, order.directory),
+                    directory=order.directory,
+                    journal=self._journal,
+                    requests=self._requests,
+                    store=StoreAddress(host=store.host, port=store.port),
+                ).run()
+            finally:
+                crew.close()
+                preparation.close()
+
+    def _needs(self, index: SequenceIndex) -> WorkerNeeds:
+        order, recipe = self._order, self._order.recipe
+        return WorkerNeeds(
+            run=order.run,
+            model=recipe.model_spec(index.info.vocab_size),
+            training=recipe.training_spec(),
+            shape=_unit_shape(recipe),
+            num_cpus=recipe.cpus_per_worker,
+            num_gpus=recipe.gpus_per_worker,
+            make_runtime=order.make_runtime,
+        )
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> dict[str, Any]:
+        """State, generation, workers and the latest step."""
+        target = self._requests.wishes().target_units * self._unit
+        return {**self._journal.status(), "target_workers": target}
+
+    @ray.method(concurrency_group="control")
+    def follow(self, after: int, timeout_s: float) -> tuple[list[Line], RunState]:
+        """Steps and events numbered above `after`; waits for one for `timeout_s`."""
+        return self._journal.follow(after, timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def scale(self, num_workers: int) -> int:
+        """Ask for another number of workers; returns the request's number.
+
+        Raises:
+            InputError: it makes no whole scale units, or is out of the recipe's bounds.
+        """
+        recipe = self._order.recipe
+        recipe.num_ranks(num_workers)
+        low, high = recipe.elastic.min or self._unit, recipe.elastic.max or UNBOUNDED
+        if not low <= num_workers <= high:
+            raise InputError(
+                "the number of workers is out of the recipe's bounds",
+                value=num_workers,
+                limit=f"elastic.min {low} .. elastic.max {high}",
+                remedy="Choose a number within them.",
+            )
+        operation = self._requests.scale(num_workers // self._unit)
+        self._journal.event("scale", workers=num_workers, operation=operation)
+        return operation
+
+    @ray.method(concurrency_group="control")
+    def save(self) -> None:
+        """Ask for a checkpoint at the next step boundary."""
+        self._requests.save()
+
+    @ray.method(concurrency_group="control")
+    def stop(self) -> None:
+        """Ask the run to end after the step in hand, with a checkpoint."""
+        self._requests.stop()
+
+
+DriverActor: Any = ray.remote(max_restarts=0, concurrency_groups={"train": 1, "control": 6})(Driver)
+
+
+def find_driver(run: str) -> Any:
+    """The live driver of `run` on the cluster this process is connected to.
+
+    Raises:
+        RunNotFoundError: there is none.
+    """
+    try:
+        return ray.get_actor(driver_name(run), namespace=NAMESPACE)
+    except ValueError as error:
+        raise RunNotFoundError(
+            "no such run answers on this cluster",
+            value=run,
+            remedy="hydra-ray list shows the runs; --address or RAY_ADDRESS names another cluster.",
+        ) from error
+
+
+def checkpoints_of(recipe: Recipe, run: str, directory: RunDirectory) -> Checkpoints:
+    """The checkpoint folder of a run: its own under `checkpoint.path`, else in its directory."""
+    path = recipe.checkpoint.path
+    return Checkpoints(f"{path.rstrip('/')}/{run}" if path else directory.checkpoints)
+
+
+def summary(directory: RunDirectory, run: str, status: dict[str, Any]) -> dict[str, Any]:
+    """A run in figures, from its step lines; a resumed run counts from its very first step."""
+    steps = directory.steps()
+    wall_s = sum(step["wall_s"] for step in steps)
+    return {
+        "run": run,
+        "state": status["state"],
+        "workers": status.get("num_workers", 0),
+        "steps": steps[-1]["step"] if steps else 0,
+        "first_loss": steps[0]["loss"] if steps else None,
+        "last_loss": steps[-1]["loss"] if steps else None,
+        "tokens_per_s": sum(step["tokens"] for step in steps) / wall_s if wall_s else None,
+        "run_dir": str(directory.root),
+    }
+
+
+def _unit_shape(recipe: Recipe) -> UnitShape:
+    axes = recipe.parallel
+    return UnitShape(tensor=axes.tensor, pipeline=axes.pipeline, expert=axes.expert)
+
+
+def _settings(recipe: Recipe, index: SequenceIndex) -> Settings:
+    elastic, axes = recipe.elastic, recipe.parallel
+    unit = axes.scale_unit
+    return Settings(
+        num_steps=recipe.steps,
+        limits=Limits(
+            min_units=smallest_pool(recipe, int(index.lengths.max())) // unit,
+            max_units=(elastic.max or UNBOUNDED) // unit,
+            max_failures=elastic.max_failures,
+            start_s=elastic.grow_timeout_s,
+            wait_s=elastic.wait_timeout_s,
+        ),
+        shape=_unit_shape(recipe),
+        pool_of=lambda num_units: recipe.pool_shape(num_units * axes.expert),
+        cost=recipe.cost_model(),
+        seed=recipe.seed,
+        corpus=index.fingerprint(),
+        config=recipe.model_dump(mode="json"),
+        standbys=-(-elastic.standbys // unit),
+        save_every=recipe.checkpoint.every_steps,
+        keep=recipe.checkpoint.keep,
+        failure_window_s=elastic.failure_window_s,
+        timeouts=Timeouts(grow_s=elastic.grow_timeout_s),
+    )
+
+
+@contextmanager
+def _logging_to(directory: RunDirectory) -> Iterator[None]:
+    """Send this process's log lines to run.log as well."""
+    handler = logging.FileHandler(directory.log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(min(root.level or logging.INFO, logging.INFO))
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,92 @@
+"""Forms generations: the one path by which a pool starts, resumes, grows, shrinks and recovers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hydra_ray.driver.crew import Crew
+from hydra_ray.driver.placement import UnitShape, rank_order
+from planner.pool import PoolShape
+from workers.protocol import Membership
+
+
+class WorkersLostError(Exception):
+    """Workers were lost during a call; a signal inside the driver, never shown to a user."""
+
+    def __init__(self, lost: Mapping[int, str]) -> None:
+        super().__init__("; ".join(f"worker {w}: {cause}" for w, cause in lost.items()))
+        self.lost = dict(lost)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAddress:
+    """Where the rendezvous store listens; it outlives every worker."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A standing generation: its units, its workers by rank, and the last step all of them hold."""
+
+    number: int
+    units: tuple[int, ...]
+    workers: tuple[int, ...]
+    pool: PoolShape
+    applied: int
+
+
+def memberships(
+    workers: Sequence[int],
+    number: int,
+    num_ranks: int,
+    store: StoreAddress,
+    collective_timeout_s: float,
+) -> dict[int, Membership]:
+    """Each worker's place in generation `number`; `workers` are in rank order."""
+    return {
+        worker: Membership(
+            generation=number,
+            rank=rank,
+            world_size=len(workers),
+            num_ranks=num_ranks,
+            store_host=store.host,
+            store_port=store.port,
+            timeout_s=collective_timeout_s,
+        )
+        for rank, worker in enumerate(workers)
+    }
+
+
+def form(
+    crew: Crew,
+    number: int,
+    units: tuple[int, ...],
+    *,
+    pool: PoolShape,
+    shape: UnitShape,
+    store: StoreAddress,
+    timeout_s: float,
+    collective_timeout_s: float,
+) -> Generation:
+    """Join all workers of `units` into generation `number`, in step with one another.
+
+    The furthest step any of them applied is the truth: whoever is behind (a survivor that a
+    failure stopped before its optimizer, or a newcomer) copies the state of a worker that has it.
+
+    Raises:
+        WorkersLostError: a worker was lost on the way; nothing of the generation stands.
+    """
+    workers = rank_order([crew.workers_of(unit) for unit in units], shape)
+    places = memberships(workers, number, pool.num_ranks, store, collective_timeout_s)
+    joined = crew.call(workers, "join", lambda w: (places[w], pool), timeout_s=timeout_s)
+    if not joined.complete:
+        raise WorkersLostError(joined.lost)
+    applied = max(joined.results.values())
+    if min(joined.results.values()) < applied:
+        source = next(w for w in workers if joined.results[w] == applied)
+        rank = places[source].rank
+        synced = crew.call(workers, "sync_state", lambda _: (rank,), timeout_s=timeout_s)
+        if not synced.complete:
+            raise WorkersLostError(synced.lost)
+    return Generation(number=number, units=units, workers=workers, pool=pool, applied=applied)

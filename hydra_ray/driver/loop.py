@@ -1,0 +1,380 @@
+"""The training thread: sees, decides, acts; one turn a step boundary.
+
+What to do is decided in `decisions`; this file carries it out and keeps the three facts a run
+consists of: the last applied step, the cursor of the next batch, and the generation that stands.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hydra_ray.data.batches import DataCursor
+from hydra_ray.driver.checkpoints import Checkpoints, Manifest
+from hydra_ray.driver.crew import Crew
+from hydra_ray.driver.decisions import (
+    Cause,
+    Fail,
+    Finish,
+    Limits,
+    Reform,
+    Save,
+    Train,
+    View,
+    Wait,
+    decide,
+)
+from hydra_ray.driver.errors import CheckpointError, NonFiniteLossError
+from hydra_ray.driver.generation import Generation, StoreAddress, WorkersLostError, form
+from hydra_ray.driver.journal import Journal
+from hydra_ray.driver.placement import UnitShape
+from hydra_ray.driver.preparation import Preparation, PreparedStep, StepKey
+from hydra_ray.driver.records import step_record
+from hydra_ray.driver.requests import Requests
+from hydra_ray.driver.saving import restore_newest, write_shards
+from hydra_ray.driver.states import RunState
+from hydra_ray.rundir import RunDirectory
+from planner.cost import CostModel
+from planner.pool import PoolShape
+from workers.protocol import StepResult
+
+REFORMING: Mapping[Cause, RunState] = {
+    "start": RunState.STARTING,
+    "grow": RunState.RESIZING,
+    "shrink": RunState.RESIZING,
+    "replace": RunState.RESIZING,
+    "failure": RunState.RECOVERING,
+}
+LOOK_AROUND_S = 0.1  # how long a standing run waits before it looks at its requests again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Limits of the loop's calls, in seconds."""
+
+    step_s: float = 1800.0
+    form_s: float = 120.0
+    collective_s: float = 60.0
+    save_s: float = 1800.0
+    grow_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the recipe sets for the loop; `pool_of` gives the pool of a number of units."""
+
+    num_steps: int
+    limits: Limits
+    shape: UnitShape
+    pool_of: Callable[[int], PoolShape]
+    cost: CostModel
+    seed: int
+    corpus: str
+    config: dict[str, object]
+    standbys: int = 0
+    save_every: int = 0
+    keep: int = 2
+    failure_window_s: float = 3600.0
+    timeouts: Timeouts = Timeouts()
+
+
+class TrainingLoop:
+    """One run, from its first generation to its end.
+
+    Args:
+        settings: what the recipe sets.
+        crew: the worker processes.
+        preparation: makes steps ready.
+        checkpoints: where the run saves itself; a valid one there is gone on from.
+        directory: the run directory.
+        journal: what is told outside.
+        requests: what users ask.
+        store: the rendezvous of every generation.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        crew: Crew,
+        preparation: Preparation,
+        checkpoints: Checkpoints,
+        directory: RunDirectory,
+        journal: Journal,
+        requests: Requests,
+        store: StoreAddress,
+    ) -> None:
+        self._settings, self._crew, self._preparation = settings, crew, preparation
+        self._checkpoints, self._directory, self._journal = checkpoints, directory, journal
+        self._requests, self._store = requests, store
+        self._applied, self._cursor = 0, DataCursor()
+        self._last_saved = 0
+        self._generation: Generation | None = None
+        self._number = max((r["generation"] for r in directory.steps()), default=0)
+        self._in_flight: PreparedStep | None = None
+        self._failures: deque[float] = deque()
+        self._last_failure = ""
+        self._still_since = self._loading_since = time.monotonic()
+        self._unannounced: dict[str, object] | None = None
+
+    def run(self) -> RunState:
+        """Train until the last step, a stop, or an error.
+
+        Returns:
+            FINISHED or STOPPED.
+
+        Raises:
+            HydraError: what ended the run.
+        """
+        while True:
+            self._recruit()
+            decision = decide(self._view(), self._settings.limits)
+            try:
+                match decision:
+                    case Train():
+                        self._train()
+                    case Save():
+                        self._save()
+                    case Reform(units, cause):
+                        self._reform(units, cause)
+                    case Wait():
+                        self._wait()
+                    case Finish(stopped):
+                        return RunState.STOPPED if stopped else RunState.FINISHED
+                    case Fail(error):
+                        raise error
+            except WorkersLostError as error:
+                self._lose(error.lost)
+
+    def _view(self) -> View:
+        settings, wishes, now = self._settings, self._requests.wishes(), time.monotonic()
+        while self._failures and self._failures[0] < now - settings.failure_window_s:
+            self._failures.popleft()
+        members = self._generation.units if self._generation else ()
+        return View(
+            applied=self._applied,
+            num_steps=settings.num_steps,
+            members=members,
+            ready=self._crew.ready(),
+            leaving=wishes.leaving,
+            num_loading=self._crew.num_loading(),
+            target=wishes.target_units,
+            num_failures=len(self._failures),
+            waited_s=now - self._still_since,
+            stop=wishes.stop,
+            save_due=self._save_is_due(ending=wishes.stop, asked=wishes.save),
+            last_failure=self._last_failure,
+        )
+
+    def _save_is_due(self, *, ending: bool, asked: bool) -> bool:
+        settings = self._settings
+        if self._applied == self._last_saved:
+            return False
+        every = settings.save_every and self._applied % settings.save_every == 0
+        return bool(asked or ending or every or self._applied >= settings.num_steps)
+
+    def _recruit(self) -> None:
+        """Start and end spare units so that the target and the standbys can be met."""
+        settings, wishes = self._settings, self._requests.wishes()
+        members = self._generation.units if self._generation else ()
+        leaving = wishes.leaving & {*self._crew.ready(), *members}
+        wanted = min(wishes.target_units, settings.limits.max_units) + settings.standbys
+        if not wishes.stop:
+            self._crew.staff(wanted + len(leaving), keep=(*members, *leaving))
+        for unit, cause in self._crew.watch(0).items():
+            self._count_failure(f"unit {unit}: {cause}")
+        if not self._crew.num_loading():
+            self._loading_since = time.monotonic()
+        elif time.monotonic() - self._loading_since > settings.timeouts.grow_s and members:
+            self._loading_since = time.monotonic()
+            self._requests.withdraw_growth(wishes.operation, len(members))
+            self._journal.event("growth_failed", wanted=wishes.target_units, kept=len(members))
+
+    def _train(self) -> None:
+        generation = self._standing()
+        self._journal.enter(RunState.RUNNING)
+        key = StepKey(
+            step=self._applied + 1,
+            cursor=self._cursor,
+            pool=generation.pool,
+            generation=generation.number,
+        )
+        prepared = self._preparation.take(key)
+        self._in_flight = prepared
+        if key.step < self._settings.num_steps:
+            self._preparation.start(
+                StepKey(
+                    step=key.step + 1,
+                    cursor=prepared.batch.cursor_after,
+                    pool=key.pool,
+                    generation=key.generation,
+                )
+            )
+        self._announce()
+        started = time.monotonic()
+        answers = self._crew.call(
+            generation.workers,
+            "run_step",
+            lambda _: (prepared.command, [prepared.payload]),
+            timeout_s=self._settings.timeouts.step_s,
+        )
+        results = list(answers.results.values())
+        self._still_since = time.monotonic()
+        self._refuse_nonfinite(key.step, results)
+        if results:
+            wall_s = time.monotonic() - started
+            self._advance(step_record(prepared, results, self._settings.cost, wall_s=wall_s))
+        if not answers.complete:
+            raise WorkersLostError(answers.lost)
+
+    def _refuse_nonfinite(self, step: int, results: list[StepResult]) -> None:
+        refused = [result for result in results if not result.applied]
+        if not refused:
+            return
+        ids = sorted({i for result in refused for i in result.nonfinite_sequences})
+        raise NonFiniteLossError(
+            f"the loss or gradient of step {step} is not finite; the step was not applied",
+            value=f"sequence ids {ids}" if ids else f"gradient norm {refused[0].grad_norm}",
+            limit="finite numbers",
+            remedy="Look at these sequences, lower optimizer.lr or set optimizer.clip_grad; "
+            "then continue from the last checkpoint with --resume.",
+        )
+
+    def _advance(self, record: dict[str, object]) -> None:
+        """Step `in_flight` is applied: it is told, and the next batch is due."""
+        if self._in_flight is None:
+            raise RuntimeError("no step is in flight")
+        self._applied = self._in_flight.key.step
+        self._cursor = self._in_flight.batch.cursor_after
+        self._in_flight = None
+        self._journal.step(record)
+
+    def _announce(self) -> None:
+        """Tell of a new generation once its first step goes out, when its pause is known."""
+        if self._unannounced is not None:
+            pause_s = time.monotonic() - self._still_since
+            self._journal.event("generation", **self._unannounced, pause_s=pause_s)
+            self._unannounced = None
+
+    def _reform(self, units: tuple[int, ...], cause: Cause) -> None:
+        settings, started = self._settings, time.monotonic()
+        self._journal.enter(REFORMING[cause])
+        self._number += 1
+        generation = form(
+            self._crew,
+            self._number,
+            units,
+            pool=settings.pool_of(len(units)),
+            shape=settings.shape,
+            store=self._store,
+            timeout_s=settings.timeouts.form_s,
+            collective_timeout_s=settings.timeouts.collective_s,
+        )
+        self._agree(generation)
+        self._generation = generation
+        self._crew.discard(self._requests.wishes().leaving - set(units))
+        self._unannounced = {
+            "generation": generation.number,
+            "cause": cause,
+            "workers": list(generation.workers),
+            "num_ranks": generation.pool.num_ranks,
+            "applied": self._applied,
+            "form_s": time.monotonic() - started,
+        }
+        self._journal.know(
+            generation=generation.number,
+            num_workers=len(generation.workers),
+            num_ranks=generation.pool.num_ranks,
+        )
+
+    def _agree(self, generation: Generation) -> None:
+        """Bring the driver's step and the pool's together."""
+        if generation.applied == 0:
+            self._restore(generation)
+        elif self._in_flight is not None and generation.applied == self._in_flight.key.step:
+            # A worker applied it, but every report of it was lost: nothing to redo.
+            self._advance(step_record(self._in_flight, [], self._settings.cost, wall_s=0.0))
+        elif generation.applied != self._applied:
+            raise CheckpointError(
+                "the workers hold another step than the driver",
+                value=generation.applied,
+                limit=self._applied,
+                remedy="Continue from the last checkpoint with --resume.",
+            )
+
+    def _restore(self, generation: Generation) -> None:
+        """Fresh workers take the newest checkpoint; without any, the run is at step 0."""
+        manifest = restore_newest(
+            self._checkpoints,
+            self._crew,
+            generation.workers,
+            self._journal,
+            timeout_s=self._settings.timeouts.save_s,
+        )
+        if manifest is None:
+            self._rewind(0, DataCursor())
+        else:
+            self._rewind(manifest.step, manifest.cursor)
+
+    def _rewind(self, applied: int, cursor: DataCursor) -> None:
+        self._applied = self._last_saved = applied
+        self._cursor, self._in_flight = cursor, None
+        dropped = self._directory.cut_steps(applied)
+        if applied or dropped:
+            self._journal.event("restored", step=applied, steps_to_redo=dropped)
+
+    def _save(self) -> None:
+        settings, generation, started = self._settings, self._standing(), time.monotonic()
+        self._journal.enter(RunState.SAVING)
+        self._checkpoints.prepare(self._applied)
+        folder = self._checkpoints.folder(self._applied)
+        shards = write_shards(
+            self._crew, generation.workers, folder, timeout_s=settings.timeouts.save_s
+        )
+        self._checkpoints.commit(
+            Manifest(
+                step=self._applied,
+                cursor=self._cursor,
+                seed=settings.seed,
+                num_ranks=generation.pool.num_ranks,
+                corpus=settings.corpus,
+                config=settings.config,
+                shards=shards,
+            )
+        )
+        self._last_saved = self._applied
+        self._requests.saved()
+        self._checkpoints.retain(settings.keep)
+        took_s = time.monotonic() - started
+        self._journal.event("checkpoint", step=self._applied, folder=folder, took_s=took_s)
+        self._still_since = time.monotonic()
+
+    def _wait(self) -> None:
+        if self._generation is not None:
+            self._journal.enter(RunState.WAITING)
+        if self._crew.num_loading():
+            for unit, cause in self._crew.watch(LOOK_AROUND_S).items():
+                self._count_failure(f"unit {unit}: {cause}")
+        else:
+            self._requests.wait(LOOK_AROUND_S)
+
+    def _lose(self, lost: Mapping[int, str]) -> None:
+        """Some workers cannot be trusted any more: end their units, and count one failure each."""
+        units = {
+            unit: causes
+            for unit in self._crew.ready()
+            if (causes := [lost[w] for w in self._crew.workers_of(unit) if w in lost])
+        }
+        self._crew.discard(units)
+        for unit, causes in units.items():
+            self._count_failure(f"unit {unit}: {'; '.join(causes)}")
+
+    def _count_failure(self, text: str) -> None:
+        self._failures.append(time.monotonic())
+        self._last_failure = text
+        self._journal.event("worker_lost", step=self._applied + 1, cause=text)
+
+    def _standing(self) -> Generation:
+        if self._generation is None:
+            raise RuntimeError("no generation stands")
+        return self._generation

@@ -1,0 +1,67 @@
+"""One line of steps.jsonl: what a step was, and what it cost."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hydra_ray.driver.preparation import PreparedStep
+from planner.cost import CostModel
+from planner.iteration import iteration_s, rank_loads_s
+from planner.plan import Plan
+from workers.protocol import StepResult
+
+
+def step_record(
+    prepared: PreparedStep, results: Sequence[StepResult], cost: CostModel, *, wall_s: float
+) -> dict[str, Any]:
+    """The line of one applied step.
+
+    `results` are the reports that came; loss and gradient norm are global, so any one has them.
+    Without a report (its worker died after applying the step) they are null.
+    """
+    plan, batch, key = prepared.plan, prepared.batch, prepared.key
+    report = results[0] if results else None
+    tokens = int(batch.lengths.sum())
+    loss = report.loss_sum / report.token_count if report and report.token_count else None
+    loads_s = rank_loads_s(plan, cost.table(plan.pool))
+    return {
+        "step": key.step,
+        "time": time.time(),
+        "loss": loss,
+        "tokens": tokens,
+        "tokens_per_s": tokens / wall_s if wall_s else None,
+        "wall_s": wall_s,
+        "step_s": max((result.step_s for result in results), default=None),
+        "plan_s": prepared.plan_s,
+        "grad_norm": report.grad_norm if report else None,
+        "lr": report.lr if report else None,
+        "num_sequences": plan.num_sequences,
+        "num_microbatches": plan.num_microbatches,
+        "degrees": sequences_by_degree(plan),
+        "load_max_over_mean": float(loads_s.max(axis=1).sum() / loads_s.mean(axis=1).sum()),
+        "idle_ranks": int((loads_s == 0).sum()),
+        "predicted_s": iteration_s(plan, cost),
+        "generation": key.generation,
+        "num_ranks": key.pool.num_ranks,
+        "peak_bytes": max((result.peak_bytes for result in results), default=None),
+        "bytes_sent": bytes_sent(results),
+        "sequence_ids": batch.sequence_ids.tolist(),
+    }
+
+
+def sequences_by_degree(plan: Plan) -> dict[str, int]:
+    """How many sequences of the plan have each CP degree."""
+    counts = np.bincount(plan.group_size, weights=np.diff(plan.group_offsets))
+    return {str(degree): int(count) for degree, count in enumerate(counts) if count}
+
+
+def bytes_sent(results: Sequence[StepResult]) -> dict[str, int]:
+    """Bytes sent by all ranks in the step, by kind of collective."""
+    total: dict[str, int] = {}
+    for result in results:
+        for microbatch in result.microbatches:
+            for kind, num_bytes in microbatch.bytes_sent.items():
+                total[kind] = total.get(kind, 0) + num_bytes
+    return total

@@ -1,0 +1,39 @@
+"""What must hold before a run may go on from where it stopped."""
+
+from typing import Any
+
+from hydra_ray.config import Recipe
+from hydra_ray.driver.checkpoints import Checkpoints
+from planner.errors import InputError
+
+DECIDES_THE_RUN = ("seed", "context", "global_batch_tokens", "model", "dtype")
+
+
+def check_resume(recipe: Recipe, checkpoints: Checkpoints, corpus_fingerprint: str) -> None:
+    """Check that the newest checkpoint is of this corpus and of the settings that decide a run.
+
+    Workers, planner, budget and the like may differ: they do not change what is computed.
+
+    Raises:
+        InputError: another corpus, or a setting that would make it another run.
+        CheckpointError: the newest manifest is damaged.
+    """
+    steps = checkpoints.steps()
+    if not steps:
+        return
+    manifest = checkpoints.read(steps[-1])
+    now: dict[str, Any] = recipe.model_dump(mode="json")
+    changed = [key for key in DECIDES_THE_RUN if manifest.config[key] != now[key]]
+    if changed:
+        raise InputError(
+            "the recipe differs from the run that is to be resumed",
+            value=", ".join(f"{key} = {now[key]}" for key in changed),
+            limit=", ".join(f"{key} = {manifest.config[key]}" for key in changed),
+            remedy="Resume with the same values, or start a new run.",
+        )
+    if manifest.corpus != corpus_fingerprint:
+        raise InputError(
+            "the corpus differs from the one the run was started with",
+            value=recipe.corpus_path,
+            remedy="Resume with the same corpus, or start a new run.",
+        )
