@@ -156,8 +156,12 @@ class Recipe(Section):
         )
 
     def model_spec(self, vocab_size: int) -> ModelSpec:
-        """The model for a corpus of `vocab_size` tokens."""
-        return ModelSpec(vocab_size=vocab_size, context=self.context, **self.model.model_dump())
+        """The model for a corpus of `vocab_size` tokens.
+
+        Tensor ranks hold equal parts of the vocabulary, so it is padded to a multiple of them.
+        """
+        padded = -(-vocab_size // self.parallel.tensor) * self.parallel.tensor
+        return ModelSpec(vocab_size=padded, context=self.context, **self.model.model_dump())
 
     def cost_model(self) -> CostModel:
         """What the planner is told a sequence costs."""

@@ -206,8 +206,8 @@ def test_conversions_carry_the_values(recipe_path: Path) -> None:
     assert (pool.num_ranks, pool.token_budget, pool.pad_unit) == (2, 512, 4)
     spec = recipe.training_spec()
     assert (spec.optimizer, spec.tensor, spec.sequence_parallel, spec.seed) == ("sgd", 2, True, 5)
-    model = recipe.model_spec(300)
-    assert (model.vocab_size, model.context, model.num_kv_heads) == (300, 1024, 2)
+    model = recipe.model_spec(257)
+    assert (model.vocab_size, model.context, model.num_kv_heads) == (258, 1024, 2)
 
 
 def test_cost_follows_the_model_and_given_coefficients_win(recipe_path: Path) -> None:
