@@ -10,7 +10,10 @@ from planner.pool import IntArray, PoolShape
 class Planner(Protocol):
     """Makes plans. Deterministic: the same input gives the same bytes."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What its plans are signed with."""
+        ...
 
     def plan(self, lengths: IntArray, pool: PoolShape, cost: CostModel) -> Plan:
         """Plan one step.

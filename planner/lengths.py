@@ -2,9 +2,13 @@
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
 from planner.errors import InfeasibleError, InputError
 from planner.pool import IntArray, PoolShape
+
+DIGIT_BITS = 11
+DIGIT_MASK = (1 << DIGIT_BITS) - 1
 
 
 def checked_lengths(lengths: npt.ArrayLike, pool: PoolShape) -> IntArray:
@@ -34,18 +38,36 @@ def checked_lengths(lengths: npt.ArrayLike, pool: PoolShape) -> IntArray:
 
 
 def longest_first(lengths: IntArray) -> IntArray:
-    """[N] places by falling length, equal lengths by rising place.
-
-    One sort of packed integers, ten times as fast as a stable argsort: the shortfall from the
-    longest in the high 32 bits, the place in the low 32. Lengths and N must be below 2^31.
-    """
+    """[N] places by falling length, equal lengths by rising place. O(N), see `_radix_sort`."""
     if lengths.size == 0:
         return np.zeros(0, dtype=np.int64)
-    keys = (lengths.max() - lengths) << 32
-    keys |= np.arange(lengths.size, dtype=np.int64)
-    keys.sort()
-    keys &= 0xFFFFFFFF
-    return keys
+    shortfalls = lengths.max() - lengths
+    places: IntArray = _radix_sort(shortfalls, int(shortfalls.max()))
+    return places
+
+
+@njit(cache=True, error_model="numpy")
+def _radix_sort(keys: IntArray, largest: int) -> IntArray:
+    """A stable argsort of whole keys >= 0, by digits from the least significant one up.
+
+    Two passes order lengths up to 4M, several times faster than a comparison sort of packed
+    integers where numpy has no vectorised one for the machine.
+    """
+    places = np.arange(len(keys))
+    scratch = np.empty_like(places)
+    shift = 0
+    while shift == 0 or largest >> shift > 0:
+        starts = np.zeros((1 << DIGIT_BITS) + 1, np.int64)
+        for key in keys:
+            starts[((key >> shift) & DIGIT_MASK) + 1] += 1
+        starts = np.cumsum(starts)
+        for place in places:
+            digit = (keys[place] >> shift) & DIGIT_MASK
+            scratch[starts[digit]] = place
+            starts[digit] += 1
+        places, scratch = scratch, places
+        shift += DIGIT_BITS
+    return places
 
 
 def _check_range(lengths: IntArray, pool: PoolShape) -> None:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.errors import InputError
 from planner.pool import IntArray, PoolShape
-from planner.targets import Targets
+from planner.targets import SMALLEST_SHARD_TOKENS, Targets
 
-# Below this many tokens a rank, attention kernels and projections run at a fraction of their
-# speed, so a finer cut gains nothing.
-SMALLEST_SHARD_TOKENS = 128
+MOST_WORK = 2**61
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +67,26 @@ class OpenGroup:
 
 
 def packing_rules(targets: Targets, longest: int, pool: PoolShape) -> PackingRules:
-    """Turn a load target into whole work limits; rounding never keeps the longest out."""
+    """Turn a load target into whole work limits; rounding never keeps the longest out.
+
+    Raises:
+        InputError: squared tokens of this pool do not fit the heaps' 63-bit keys. The target is
+            at most longest * B, so longest * B * G below 2^60 always fits.
+    """
     limits = [int(targets.load * k) for k in pool.degrees]
     limits = [
         max(limit, longest**2) if k >= targets.cap else limit
         for limit, k in zip(limits, pool.degrees, strict=True)
     ]
+    # A heap's key is the work followed by the number of a group among at most G / k.
+    most = max(limit * (pool.num_ranks // k) for limit, k in zip(limits, pool.degrees, strict=True))
+    if most >= MOST_WORK:
+        raise InputError(
+            "The pool is too large for its longest sequence",
+            value=f"{longest} tokens in {pool.num_ranks} ranks of {pool.token_budget}",
+            limit="2^60 for the product of the three",
+            remedy="Lower the token budget.",
+        )
     return PackingRules(
         degrees=np.array(pool.degrees, dtype=np.int64),
         work_limits=np.array(limits, dtype=np.int64),
@@ -175,7 +188,7 @@ def grow_scan(packing: Packing, rules: PackingRules) -> IntArray:
         members = np.flatnonzero(packing.group_microbatch == microbatch)
         idle = rules.num_ranks - int(rules.degrees[classes[members]].sum())
         while True:
-            growable = [int(g) for g in members if _can_grow(g, classes, idle, packing, rules)]
+            growable = [int(g) for g in members if _can_grow(int(g), classes, idle, packing, rules)]
             if not growable:
                 break
             chosen = min(growable, key=lambda g: (classes[g], -packing.group_work[g], g))

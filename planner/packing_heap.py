@@ -1,7 +1,7 @@
 """Piggyback packing with heaps (paper section 5.1.3), compiled: the same bytes as the scan.
 
-Open groups are kept by class (CP degree). A class has two heaps: `by_work`, lightest first, and
-`by_room`, most room first, for groups that were too full when last looked at. Three facts make
+Open groups are kept by class (CP degree). A class has two heaps: `by_work`, lightest on top, and
+`by_room`, most room on top, for groups that were too full when last looked at. Three facts make
 this exact and O(N log G):
 
 - Sequences come longest first, so the tokens a class is asked for never grow: a group once too
@@ -10,7 +10,14 @@ this exact and O(N log G):
 - After a refusal, the tops of the heaps bound the longest sequence that could still be placed;
   a binary search skips to it. Sequences already placed are skipped by a union-find.
 
-This file is compiled as one: numba's disk cache watches only the file of the entry point.
+A heap is a tournament: the leaves are the groups by age, every node holds the least key below
+it, the root is node 1. A key is (value << bits) | leaf, so ties go to the oldest and one `min` a
+level replays a match: 10 ns where a binary heap, whose swaps cannot be predicted, takes 65.
+`packing_rules` sees to it that keys fit 63 bits.
+
+State is in two tables with named rows, [rows, K] of groups and [rows, D] of classes: a bundle of
+arrays would make numba count references at every access, at half the speed. The file stands
+alone because numba's disk cache watches only the file of the entry point.
 """
 
 from typing import NamedTuple
@@ -18,40 +25,30 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from planner.packing import SMALLEST_SHARD_TOKENS, Packing, PackingRules
+from planner.packing import Packing, PackingRules
 from planner.pool import IntArray
+from planner.targets import SMALLEST_SHARD_TOKENS
 
 NOWHERE = -1
+ABSENT = np.iinfo(np.int64).max
+
+# Rows of the table of groups: K of its [N] columns are in use, in order of opening.
+MICROBATCH, CLASS, WORK, TOKENS, SHORTEST = range(5)
+
+# Rows of the table of classes. The class's groups are FIRST and on, COUNT of them. Its nodes are
+# at BASE of the two heaps; its leaves at node LEAVES and on, a power of two of BITS bits (0 until
+# something piggybacks on the class).
+DEGREE, WORK_LIMIT, FIRST, COUNT, BASE, LEAVES, BITS = range(7)
+
+compiled = njit(cache=True, error_model="numpy")
 
 
-class Rules(NamedTuple):
-    """`PackingRules` in a form that numba takes."""
+class Limits(NamedTuple):
+    """The numbers of `PackingRules`."""
 
-    degrees: IntArray
-    work_limits: IntArray
     num_ranks: int
     token_budget: int
     pad_unit: int
-
-
-class Groups(NamedTuple):
-    """All groups, in order of opening: K of [N] entries are in use."""
-
-    microbatch: IntArray
-    degree_class: IntArray
-    work: IntArray
-    tokens: IntArray
-    shortest: IntArray
-
-
-class Queues(NamedTuple):
-    """Two heaps of group ids a class, in rows [class, entry], and how many each holds."""
-
-    by_work: IntArray
-    num_by_work: IntArray
-    by_room: IntArray
-    num_by_room: IntArray
-    is_heap: IntArray
 
 
 def pack_heap(lengths: IntArray, rules: PackingRules) -> Packing:
@@ -61,112 +58,108 @@ def pack_heap(lengths: IntArray, rules: PackingRules) -> Packing:
         lengths: [N] lengths, longest first.
         rules: target, budget and legal degrees.
     """
-    num_microbatches, groups, sequence_group = _pack(lengths, _compilable(rules))
-    microbatch, degree_class, work, shortest = groups
+    limits = Limits(rules.num_ranks, rules.token_budget, rules.pad_unit)
+    groups, sequence_group = _pack(lengths, rules.degrees, rules.work_limits, limits)
     return Packing(
-        num_microbatches=num_microbatches,
-        group_microbatch=microbatch,
-        group_class=degree_class,
-        group_work=work,
-        group_shortest=shortest,
+        num_microbatches=int(groups[MICROBATCH, -1]) + 1,
+        group_microbatch=groups[MICROBATCH],
+        group_class=groups[CLASS],
+        group_work=groups[WORK],
+        group_shortest=groups[SHORTEST],
         sequence_group=sequence_group,
     )
 
 
 def grow_heap(packing: Packing, rules: PackingRules) -> IntArray:
     """`packing.grow_scan`, in O(K log K)."""
-    return _grow(
+    classes: IntArray = _grow(
         packing.num_microbatches,
         packing.group_microbatch,
         packing.group_class,
         packing.group_work,
         packing.group_shortest,
-        _compilable(rules),
+        rules.degrees,
+        rules.num_ranks,
     )
+    return classes
 
 
-def _compilable(rules: PackingRules) -> Rules:
-    return Rules(
-        rules.degrees, rules.work_limits, rules.num_ranks, rules.token_budget, rules.pad_unit
-    )
-
-
-@njit(cache=True)
+@compiled
 def _pack(
-    lengths: IntArray, rules: Rules
-) -> tuple[int, tuple[IntArray, IntArray, IntArray, IntArray], IntArray]:
+    lengths: IntArray, degrees: IntArray, work_limits: IntArray, limits: Limits
+) -> tuple[IntArray, IntArray]:
+    """The table of groups [5, K] and the group of each sequence [N]."""
     num_sequences = len(lengths)
-    groups = Groups(
-        np.empty(num_sequences, np.int64),
-        np.empty(num_sequences, np.int64),
-        np.empty(num_sequences, np.int64),
-        np.empty(num_sequences, np.int64),
-        np.empty(num_sequences, np.int64),
-    )
+    groups = np.empty((5, num_sequences), np.int64)
     sequence_group = np.empty(num_sequences, np.int64)
     unplaced = np.arange(num_sequences + 1)
-    queues = _new_queues(min(num_sequences, rules.num_ranks), rules)
-    num_groups = 0
-    num_microbatches = 0
+    classes, heap_size = _new_classes(degrees, work_limits, num_sequences, limits.num_ranks)
+    heaps = np.empty((2, heap_size), np.int64)
+    num_groups, microbatch = 0, 0
     while _next_unplaced(unplaced, 0) < num_sequences:
         opened = num_groups
         num_groups = _fill_microbatch(
-            lengths, rules, groups, num_groups, queues, unplaced, sequence_group
+            lengths, num_groups, groups, classes, heaps, unplaced, sequence_group, limits
         )
-        groups.microbatch[opened:num_groups] = num_microbatches
-        num_microbatches += 1
-    columns = (
-        groups.microbatch[:num_groups].copy(),
-        groups.degree_class[:num_groups].copy(),
-        groups.work[:num_groups].copy(),
-        groups.shortest[:num_groups].copy(),
-    )
-    return num_microbatches, columns, sequence_group
+        groups[MICROBATCH, opened:num_groups] = microbatch
+        microbatch += 1
+    return groups[:, :num_groups].copy(), sequence_group
 
 
-@njit(cache=True)
-def _new_queues(most_groups: int, rules: Rules) -> Queues:
-    num_classes = len(rules.degrees)
-    return Queues(
-        np.empty((num_classes, most_groups), np.int64),
-        np.zeros(num_classes, np.int64),
-        np.empty((num_classes, most_groups), np.int64),
-        np.zeros(num_classes, np.int64),
-        np.zeros(num_classes, np.int64),
-    )
+@compiled
+def _new_classes(
+    degrees: IntArray, work_limits: IntArray, num_sequences: int, num_ranks: int
+) -> tuple[IntArray, int]:
+    """The table of classes, and the nodes each heap needs for all groups they may open."""
+    classes = np.zeros((7, len(degrees)), np.int64)
+    classes[DEGREE] = degrees
+    classes[WORK_LIMIT] = work_limits
+    num_nodes = 0
+    for c in range(len(degrees)):
+        classes[BASE, c] = num_nodes
+        num_nodes += 2 * _power_of_two(min(num_sequences, num_ranks // degrees[c]))
+    return classes, num_nodes
 
 
-@njit(cache=True)
+@compiled
+def _power_of_two(least: int) -> int:
+    power = 1
+    while power < least:
+        power *= 2
+    return power
+
+
+@compiled
 def _fill_microbatch(
     lengths: IntArray,
-    rules: Rules,
-    groups: Groups,
     num_groups: int,
-    queues: Queues,
+    groups: IntArray,
+    classes: IntArray,
+    heaps: IntArray,
     unplaced: IntArray,
     sequence_group: IntArray,
+    limits: Limits,
 ) -> int:
     """Place what fits into one microbatch; return the number of groups now open."""
-    queues.num_by_work[:] = 0
-    queues.num_by_room[:] = 0
-    queues.is_heap[:] = 0
-    free = rules.num_ranks
-    needed = len(rules.degrees) - 1
+    by_work, by_room = heaps[0], heaps[1]
+    classes[COUNT] = 0
+    classes[LEAVES] = 0
+    free = limits.num_ranks
+    needed = classes.shape[1] - 1
     place = _next_unplaced(unplaced, 0)
     while place < len(lengths):
         length = lengths[place]
-        while needed > 0 and _fits_class(length, needed - 1, rules):
+        while needed > 0 and _fits_class(length, needed - 1, classes, limits):
             needed -= 1
-        if rules.degrees[needed] <= free:
+        if classes[DEGREE, needed] <= free:
             group = num_groups
-            _open(group, needed, groups, queues)
+            _open(group, length, needed, groups, classes, limits)
             num_groups += 1
-            free -= rules.degrees[needed]
-            _add(group, length, groups, rules)
+            free -= classes[DEGREE, needed]
         else:
-            group = _piggyback(length, needed, groups, queues, rules)
+            group = _piggyback(length, needed, groups, classes, by_work, by_room, limits)
         if group == NOWHERE:
-            longest = _longest_admissible(free, groups, queues, rules)
+            longest = _longest_admissible(free, classes, by_work, by_room, limits)
             place = _next_unplaced(unplaced, _first_within(lengths, longest, place + 1))
         else:
             sequence_group[place] = group
@@ -175,7 +168,7 @@ def _fill_microbatch(
     return num_groups
 
 
-@njit(cache=True)
+@compiled
 def _next_unplaced(unplaced: IntArray, place: int) -> int:
     """The first place at or after `place` that waits; paths are halved on the way."""
     while unplaced[place] != place:
@@ -184,7 +177,7 @@ def _next_unplaced(unplaced: IntArray, place: int) -> int:
     return place
 
 
-@njit(cache=True)
+@compiled
 def _first_within(lengths: IntArray, longest: int, low: int) -> int:
     """The first place at or after `low` whose length is at most `longest`."""
     high = len(lengths)
@@ -197,103 +190,156 @@ def _first_within(lengths: IntArray, longest: int, low: int) -> int:
     return low
 
 
-@njit(cache=True)
-def _tokens_per_rank(length: int, degree_class: int, rules: Rules) -> int:
-    unit = rules.pad_unit * rules.degrees[degree_class]
-    return (length + unit - 1) // unit * rules.pad_unit
+@compiled
+def _tokens_per_rank(length: int, degree: int, limits: Limits) -> int:
+    unit = limits.pad_unit * degree
+    return (length + unit - 1) // unit * limits.pad_unit
 
 
-@njit(cache=True)
-def _fits_class(length: int, degree_class: int, rules: Rules) -> bool:
-    if length * length > rules.work_limits[degree_class]:
+@compiled
+def _fits_class(length: int, c: int, classes: IntArray, limits: Limits) -> bool:
+    if length * length > classes[WORK_LIMIT, c]:
         return False
-    return _tokens_per_rank(length, degree_class, rules) <= rules.token_budget
+    return bool(_tokens_per_rank(length, classes[DEGREE, c], limits) <= limits.token_budget)
 
 
-@njit(cache=True)
-def _open(group: int, degree_class: int, groups: Groups, queues: Queues) -> None:
-    """Append to the class; ids rise, and the heap is built at the first piggyback."""
-    groups.degree_class[group] = degree_class
-    groups.work[group] = 0
-    groups.tokens[group] = 0
-    queues.by_work[degree_class, queues.num_by_work[degree_class]] = group
-    queues.num_by_work[degree_class] += 1
+@compiled
+def _open(
+    group: int, length: int, c: int, groups: IntArray, classes: IntArray, limits: Limits
+) -> None:
+    """Open a group for a sequence. Lengths fall, so the ids of a class are consecutive."""
+    groups[CLASS, group] = c
+    groups[WORK, group] = length * length
+    groups[TOKENS, group] = _tokens_per_rank(length, classes[DEGREE, c], limits)
+    groups[SHORTEST, group] = length
+    if classes[COUNT, c] == 0:
+        classes[FIRST, c] = group
+    classes[COUNT, c] += 1
 
 
-@njit(cache=True)
-def _add(group: int, length: int, groups: Groups, rules: Rules) -> None:
-    groups.work[group] += length * length
-    groups.tokens[group] += _tokens_per_rank(length, groups.degree_class[group], rules)
-    groups.shortest[group] = length
-
-
-@njit(cache=True)
-def _piggyback(length: int, needed: int, groups: Groups, queues: Queues, rules: Rules) -> int:
-    """Join the lightest feasible group of the smallest class that has one, or go NOWHERE."""
-    for degree_class in range(needed, len(rules.degrees)):
-        group = _lightest_with_room(length, degree_class, groups, queues, rules)
-        if group != NOWHERE:
-            _add(group, length, groups, rules)
-            size = queues.num_by_work[degree_class]
-            _sink(queues.by_work[degree_class], size, 0, groups.work)
-            return group
-    return NOWHERE
-
-
-@njit(cache=True)
-def _lightest_with_room(
-    length: int, degree_class: int, groups: Groups, queues: Queues, rules: Rules
+@compiled
+def _piggyback(
+    length: int,
+    needed: int,
+    groups: IntArray,
+    classes: IntArray,
+    by_work: IntArray,
+    by_room: IntArray,
+    limits: Limits,
 ) -> int:
-    """The top of `by_work` once those without room are set aside; NOWHERE if it is too heavy."""
-    by_work, by_room = queues.by_work[degree_class], queues.by_room[degree_class]
-    if not queues.is_heap[degree_class]:
-        _heapify(by_work, queues.num_by_work[degree_class], groups.work)
-        queues.is_heap[degree_class] = 1
-    most_tokens = rules.token_budget - _tokens_per_rank(length, degree_class, rules)
-    while queues.num_by_room[degree_class] > 0 and groups.tokens[by_room[0]] <= most_tokens:
-        group = _pop(by_room, queues.num_by_room, degree_class, groups.tokens)
-        _push(by_work, queues.num_by_work, degree_class, group, groups.work)
-    most_work = rules.work_limits[degree_class] - length * length
-    while queues.num_by_work[degree_class] > 0:
-        group = by_work[0]
-        if groups.work[group] > most_work:
-            return NOWHERE
-        if groups.tokens[group] <= most_tokens:
+    """Join the lightest feasible group of the smallest class that has one, or go NOWHERE."""
+    for c in range(needed, classes.shape[1]):
+        if classes[COUNT, c] == 0:
+            continue
+        if classes[LEAVES, c] == 0:
+            _build(c, groups, classes, by_work, by_room)
+        tokens = _tokens_per_rank(length, classes[DEGREE, c], limits)
+        most_tokens = limits.token_budget - tokens
+        most_work = classes[WORK_LIMIT, c] - length * length
+        leaf = _lightest(most_work, most_tokens, c, groups, classes, by_work, by_room)
+        if leaf != NOWHERE:
+            group: int = classes[FIRST, c] + leaf
+            groups[WORK, group] += length * length
+            groups[TOKENS, group] += tokens
+            groups[SHORTEST, group] = length
+            key = (groups[WORK, group] << classes[BITS, c]) | leaf
+            _replay(by_work, classes[BASE, c], classes[LEAVES, c] + leaf, key)
             return group
-        _pop(by_work, queues.num_by_work, degree_class, groups.work)
-        _push(by_room, queues.num_by_room, degree_class, group, groups.tokens)
     return NOWHERE
 
 
-@njit(cache=True)
-def _longest_admissible(free: int, groups: Groups, queues: Queues, rules: Rules) -> int:
+@compiled
+def _lightest(
+    most_work: int,
+    most_tokens: int,
+    c: int,
+    groups: IntArray,
+    classes: IntArray,
+    by_work: IntArray,
+    by_room: IntArray,
+) -> int:
+    """The leaf of the lightest group with room, or NOWHERE if it is too heavy.
+
+    Groups come back from `by_room` when they have room; the too full leave `by_work` for it.
+    """
+    first, base, bits = classes[FIRST, c], classes[BASE, c], classes[BITS, c]
+    leaves, root = classes[LEAVES, c], classes[BASE, c] + 1
+    while by_room[root] >> bits <= most_tokens:
+        leaf: int = by_room[root] & (leaves - 1)
+        _replay(by_room, base, leaves + leaf, ABSENT)
+        _replay(by_work, base, leaves + leaf, (groups[WORK, first + leaf] << bits) | leaf)
+    while by_work[root] >> bits <= most_work:
+        leaf = by_work[root] & (leaves - 1)
+        tokens = groups[TOKENS, first + leaf]
+        if tokens <= most_tokens:
+            return leaf
+        _replay(by_work, base, leaves + leaf, ABSENT)
+        _replay(by_room, base, leaves + leaf, (tokens << bits) | leaf)
+    return NOWHERE
+
+
+@compiled
+def _build(
+    c: int, groups: IntArray, classes: IntArray, by_work: IntArray, by_room: IntArray
+) -> None:
+    """Seat every group of the class in `by_work`, none in `by_room`."""
+    first, count, base = classes[FIRST, c], classes[COUNT, c], classes[BASE, c]
+    leaves, bits = 1, 0
+    while leaves < count:
+        leaves, bits = 2 * leaves, bits + 1
+    classes[LEAVES, c], classes[BITS, c] = leaves, bits
+    by_room[base : base + 2 * leaves] = ABSENT
+    by_work[base : base + 2 * leaves] = ABSENT
+    for leaf in range(count):
+        by_work[base + leaves + leaf] = (groups[WORK, first + leaf] << bits) | leaf
+    for node in range(leaves - 1, 0, -1):
+        by_work[base + node] = min(by_work[base + 2 * node], by_work[base + 2 * node + 1])
+
+
+@compiled
+def _replay(heap: IntArray, base: int, node: int, key: int) -> None:
+    """Give a leaf a new key and play its matches up to the root."""
+    heap[base + node] = key
+    while node > 1:
+        key = min(key, heap[base + (node ^ 1)])
+        node >>= 1
+        heap[base + node] = key
+
+
+@compiled
+def _longest_admissible(
+    free: int, classes: IntArray, by_work: IntArray, by_room: IntArray, limits: Limits
+) -> int:
     """No sequence longer than this can be placed in the microbatch any more.
 
-    A refusal has just looked at every class that has groups, so all are heaps with their tops in
+    A refusal has just looked at every class that has groups, so all are built and their tops in
     order. Every bound is below the length refused, so each refusal skips ahead.
     """
     longest = 0
-    for degree_class in range(len(rules.degrees)):
-        degree, limit = rules.degrees[degree_class], rules.work_limits[degree_class]
+    for c in range(classes.shape[1]):
+        degree, work_limit = classes[DEGREE, c], classes[WORK_LIMIT, c]
+        widest = _longest_of(limits.token_budget, degree, limits)
         if degree <= free:
-            alone = min(_square_root(limit), _longest_of(rules.token_budget, degree, rules))
-            longest = max(longest, alone)
-        if queues.num_by_work[degree_class] > 0:
-            light = _square_root(limit - groups.work[queues.by_work[degree_class, 0]])
-            longest = max(longest, min(light, _longest_of(rules.token_budget, degree, rules)))
-        if queues.num_by_room[degree_class] > 0:
-            tokens = groups.tokens[queues.by_room[degree_class, 0]]
-            longest = max(longest, _longest_of(rules.token_budget - tokens, degree, rules))
+            longest = max(longest, min(_square_root(work_limit), widest))
+        if classes[COUNT, c] == 0:
+            continue
+        lightest, emptiest = by_work[classes[BASE, c] + 1], by_room[classes[BASE, c] + 1]
+        if lightest != ABSENT:
+            light = _square_root(work_limit - (lightest >> classes[BITS, c]))
+            longest = max(longest, min(light, widest))
+        if emptiest != ABSENT:
+            room = limits.token_budget - (emptiest >> classes[BITS, c])
+            longest = max(longest, _longest_of(room, degree, limits))
     return longest
 
 
-@njit(cache=True)
-def _longest_of(tokens: int, degree: int, rules: Rules) -> int:
+@compiled
+def _longest_of(tokens: int, degree: int, limits: Limits) -> int:
     """The longest sequence that puts at most `tokens` on each of `degree` ranks."""
-    return tokens // rules.pad_unit * rules.pad_unit * degree
+    return tokens // limits.pad_unit * limits.pad_unit * degree
 
 
-@njit(cache=True)
+@compiled
 def _square_root(value: int) -> int:
     """The whole square root, exactly: a bound that is one too high would rescan equal lengths."""
     if value <= 0:
@@ -306,89 +352,37 @@ def _square_root(value: int) -> int:
     return root
 
 
-@njit(cache=True)
-def _heapify(heap: IntArray, size: int, keys: IntArray) -> None:
-    for entry in range(size // 2 - 1, -1, -1):
-        _sink(heap, size, entry, keys)
-
-
-@njit(cache=True)
-def _sink(heap: IntArray, size: int, entry: int, keys: IntArray) -> None:
-    """Move an entry down to its place: smallest (key, id) on top."""
-    group = heap[entry]
-    key = keys[group]
-    child = 2 * entry + 1
-    while child < size:
-        if child + 1 < size and _is_before(heap[child + 1], heap[child], keys):
-            child += 1
-        below = heap[child]
-        if keys[below] > key or (keys[below] == key and below > group):
-            break
-        heap[entry] = below
-        entry = child
-        child = 2 * entry + 1
-    heap[entry] = group
-
-
-@njit(cache=True)
-def _is_before(group: int, other: int, keys: IntArray) -> bool:
-    return keys[group] < keys[other] or (keys[group] == keys[other] and group < other)
-
-
-@njit(cache=True)
-def _push(heap: IntArray, sizes: IntArray, row: int, group: int, keys: IntArray) -> None:
-    entry = sizes[row]
-    sizes[row] += 1
-    while entry > 0 and _is_before(group, heap[(entry - 1) // 2], keys):
-        heap[entry] = heap[(entry - 1) // 2]
-        entry = (entry - 1) // 2
-    heap[entry] = group
-
-
-@njit(cache=True)
-def _pop(heap: IntArray, sizes: IntArray, row: int, keys: IntArray) -> int:
-    top = heap[0]
-    sizes[row] -= 1
-    if sizes[row] > 0:
-        heap[0] = heap[sizes[row]]
-        _sink(heap, sizes[row], 0, keys)
-    return top
-
-
-@njit(cache=True)
+@compiled
 def _grow(
     num_microbatches: int,
     group_microbatch: IntArray,
     group_class: IntArray,
     group_work: IntArray,
     group_shortest: IntArray,
-    rules: Rules,
+    degrees: IntArray,
+    num_ranks: int,
 ) -> IntArray:
+    """Class by class: a group that grows joins the next class, so one order a class will do."""
     classes = group_class.copy()
     first, by_microbatch = _groups_by_microbatch(num_microbatches, group_microbatch)
-    heaviest_first = -group_work
-    heap = np.empty(len(classes), np.int64)
     for microbatch in range(num_microbatches):
         members = by_microbatch[first[microbatch] : first[microbatch + 1]]
-        idle = rules.num_ranks
-        for group in members:
-            idle -= rules.degrees[classes[group]]
-        for degree_class in range(len(rules.degrees) - 1):
-            if idle == 0:
-                break
-            shard = SMALLEST_SHARD_TOKENS * rules.degrees[degree_class + 1]
-            extra = rules.degrees[degree_class + 1] - rules.degrees[degree_class]
-            size = np.zeros(1, np.int64)
-            for group in members:
-                if classes[group] == degree_class and group_shortest[group] >= shard:
-                    _push(heap, size, 0, group, heaviest_first)
-            while size[0] > 0 and extra <= idle:
-                classes[_pop(heap, size, 0, heaviest_first)] += 1
-                idle -= extra
+        idle = num_ranks - degrees[classes[members]].sum()
+        for degree_class in range(len(degrees) - 1):
+            extra = degrees[degree_class + 1] - degrees[degree_class]
+            if idle < extra:
+                continue
+            shard = SMALLEST_SHARD_TOKENS * degrees[degree_class + 1]
+            can_grow = (classes[members] == degree_class) & (group_shortest[members] >= shard)
+            growable = members[can_grow]
+            heaviest_first = np.argsort(-group_work[growable], kind="mergesort")
+            chosen = growable[heaviest_first[: idle // extra]]
+            classes[chosen] += 1
+            idle -= extra * len(chosen)
     return classes
 
 
-@njit(cache=True)
+@compiled
 def _groups_by_microbatch(
     num_microbatches: int, group_microbatch: IntArray
 ) -> tuple[IntArray, IntArray]:

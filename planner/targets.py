@@ -11,6 +11,10 @@ import numpy as np
 from planner.cost import CostModel
 from planner.pool import IntArray, PoolShape
 
+# Below this many tokens a rank, attention kernels and projections run at a fraction of their
+# speed, so a finer cut gains nothing.
+SMALLEST_SHARD_TOKENS = 128
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
@@ -50,18 +54,28 @@ def closed_form_targets(lengths: IntArray, pool: PoolShape, cost: CostModel) -> 
     """
     longest = int(lengths.max())
     square = float(longest) ** 2
-    work = float(np.dot(lengths.astype(np.float64), lengths))
+    # Not a dot product: BLAS splits it by threads, and plans must not depend on their number.
+    work = float(np.square(lengths, dtype=np.float64).sum())
     fewest = pool.legal_num_microbatches(
         math.ceil(int(lengths.sum()) / (pool.num_ranks * pool.token_budget))
     )
     wanted = min(_balanced_load(work, pool, cost), work / (pool.num_ranks * fewest))
-    usable = [k for k in pool.degrees if pool.padded(longest, k) <= pool.token_budget * k]
+    usable = _usable_degrees(longest, pool)
     if square / usable[0] <= wanted:
         return _targets(usable[0], wanted, work, fewest, pool)
     below = max((k for k in usable if k * wanted <= square), default=usable[0])
     above = min((k for k in usable if k * wanted >= square), default=usable[-1])
     choices = [_targets(k, square / k, work, fewest, pool) for k in sorted({below, above})]
     return min(choices, key=lambda choice: _iteration_s(choice, pool, cost))
+
+
+def _usable_degrees(longest: int, pool: PoolShape) -> list[int]:
+    """Degrees that hold the longest sequence and, but for the least, do not cut it too thin.
+
+    Shorter sequences come out no thinner: at one target their shards are S^2 / (C s) long.
+    """
+    holds = [k for k in pool.degrees if pool.padded(longest, k) <= pool.token_budget * k]
+    return holds[:1] + [k for k in holds[1:] if k * SMALLEST_SHARD_TOKENS <= longest]
 
 
 def _balanced_load(work: float, pool: PoolShape, cost: CostModel) -> float:
