@@ -45,7 +45,7 @@ def place_of(rank: int, *, num_ranks: int, tensor: int) -> Place:
 
 
 def pool_subsets(pool: PoolShape) -> list[Ranks]:
-    """Every set of HDP ranks that a plan may need a group for, sorted, each once.
+    """Every set of two or more HDP ranks that a plan may need a group for, sorted, each once.
 
     For each legal degree all aligned chunks, and for each way to write the degree as u * r the
     runs of u consecutive ranks (Ulysses) and the strided sets of r (ring).
@@ -54,6 +54,7 @@ def pool_subsets(pool: PoolShape) -> list[Ranks]:
     for degree in pool.degrees:
         for start in range(0, pool.num_ranks - degree + 1, degree):
             subsets.update(_parts_of_chunk(start, degree))
+    subsets = {ranks for ranks in subsets if len(ranks) > 1}
     return sorted(subsets, key=lambda ranks: (len(ranks), ranks))
 
 
@@ -98,6 +99,8 @@ class GroupRegistry:
         )
         try:
             _open_parallel_state(training, membership.timeout_s)
+            # Megatron's CP group has one rank, for here CP belongs to each microbatch.
+            self._groups[(self.place.hdp,)] = parallel_state.get_context_parallel_group()
             self._open_pool_groups(pool, training, timeout)
         except BaseException:
             self.close()

@@ -119,6 +119,7 @@ class WorkerRuntime:
         registry = GroupRegistry(membership, pool, self._training)
         try:
             self._standing = self._build(membership, registry)
+            dist.barrier()  # a worker that left early would break groups others still connect
         except BaseException:
             registry.close()
             raise
@@ -252,6 +253,7 @@ class WorkerRuntime:
             local_batch(payload, index, here.registry, _device())
             for index in range(payload.plan.num_microbatches)
         ]
+        here.optimizer.forget_gradients()
         losses, stats = forward_backward(here.modules, batches)
         grad_norm = here.optimizer.prepare()
         verdict = agree(losses, grad_norm, here.registry, _device())

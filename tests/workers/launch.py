@@ -27,7 +27,11 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    in_group: bool = True,
 ) -> list[Any]:
     """Run `fn(rank, world_size, *args)` on every rank of a fresh gloo world.
 
@@ -36,6 +40,7 @@ def run_ranks(
         fn: what every rank runs; its result must pickle.
         args: passed on as they are (forked, so they need not pickle).
         timeout_s: wall clock for the whole world, and for each of its collectives.
+        in_group: False starts the ranks without a process group, for those that form their own.
 
     Returns:
         The results, by rank.
@@ -48,7 +53,8 @@ def run_ranks(
         pipes = [FORK.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
             FORK.Process(
-                target=_rank_main, args=(rank, world_size, store, timeout_s, pipe[1], fn, args)
+                target=_rank_main,
+                args=(rank, world_size, store if in_group else None, timeout_s, pipe[1], fn, args),
             )
             for rank, pipe in enumerate(pipes)
         ]
@@ -103,7 +109,7 @@ def _end(ranks: list[BaseProcess]) -> None:
 def _rank_main(
     rank: int,
     world_size: int,
-    store: Path,
+    store: Path | None,
     timeout_s: float,
     answer: Connection,
     fn: Callable[..., Any],
@@ -111,13 +117,14 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(str(store), world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        if store is not None:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(str(store), world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
         result = (False, fn(rank, world_size, *args))
     except BaseException:  # noqa: BLE001  whatever it is, the parent raises it again
         result = (True, traceback.format_exc())

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from planner.cost import AttentionShape, CostModel
 from planner.plan import Plan
@@ -128,14 +127,7 @@ def run_pool(
 ) -> list[Any]:
     """Run `fn(rank, world_size, port, *args)` in forked processes that are in no group yet."""
     with running_store() as port:
-        return run_ranks(world_size, _without_group, fn, port, args, timeout_s=timeout_s)
-
-
-def _without_group(
-    rank: int, world_size: int, fn: Callable[..., Any], port: int, args: tuple[Any, ...]
-) -> Any:
-    dist.destroy_process_group()
-    return fn(rank, world_size, port, *args)
+        return run_ranks(world_size, fn, port, *args, timeout_s=timeout_s, in_group=False)
 
 
 def joined(

@@ -107,6 +107,14 @@ class PoolOptimizer:
         self._mains = self._find_mains(parameters)
         self.set_step(0)
 
+    def forget_gradients(self) -> None:
+        """Must come before each step's forward.
+
+        `prepare` makes each parameter's `grad` its main gradient; were it still there, backward
+        would add to it, and DDP's hook add that to itself.
+        """
+        self._megatron.zero_grad()
+
     def prepare(self) -> float:
         """Hand the finalised gradients to the optimizer; return their global norm."""
         self._megatron.prepare_grads()
