@@ -99,7 +99,10 @@ class Checkpoints:
         """The steps of all valid checkpoints, oldest first."""
         if not self._files.exists(self._root):
             return []
-        names = [str(path).rstrip("/").rsplit("/", 1)[-1] for path in self._files.ls(self._root)]
+        names = [
+            str(path).rstrip("/").rsplit("/", 1)[-1]
+            for path in self._files.ls(self._root, detail=False)
+        ]
         found = sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
         return [s for s in found if self._files.exists(f"{self._inner(s)}/{MANIFEST}")]
 

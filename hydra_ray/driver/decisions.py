@@ -31,7 +31,8 @@ class View:
     Args:
         applied: the last step the pool applied.
         num_steps: the step to end at.
-        members: the units of the current generation by rank; () before the first.
+        members: the units of the latest generation by rank; () before the first.
+        stands: whether that generation is complete and nothing broke it since.
         ready: the units that are loaded and alive, in order of arrival.
         leaving: units that are to leave the pool for good (a drained node).
         num_loading: units that are starting.
@@ -46,6 +47,7 @@ class View:
     applied: int
     num_steps: int
     members: tuple[int, ...]
+    stands: bool
     ready: tuple[int, ...]
     leaving: frozenset[int] = frozenset()
     num_loading: int
@@ -59,7 +61,7 @@ class View:
     @property
     def whole(self) -> bool:
         """Whether a generation stands and every member of it is alive."""
-        return bool(self.members) and set(self.members) <= set(self.ready)
+        return self.stands and set(self.members) <= set(self.ready)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def decide(view: View, limits: Limits) -> Decision:
     units = membership(view, limits)
     if units is None:
         return _wait_or_fail(view, limits)
-    if units != view.members:
+    if units != view.members or not view.stands:
         return Reform(units, _cause(view, units))
     return Train()
 

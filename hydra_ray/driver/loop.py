@@ -110,6 +110,7 @@ class TrainingLoop:
         self._applied, self._cursor = 0, DataCursor()
         self._last_saved = 0
         self._generation: Generation | None = None
+        self._stands = False
         self._number = max((r["generation"] for r in directory.steps()), default=0)
         self._in_flight: PreparedStep | None = None
         self._failures: deque[float] = deque()
@@ -155,6 +156,7 @@ class TrainingLoop:
             applied=self._applied,
             num_steps=settings.num_steps,
             members=members,
+            stands=self._stands,
             ready=self._crew.ready(),
             leaving=wishes.leaving,
             num_loading=self._crew.num_loading(),
@@ -175,14 +177,13 @@ class TrainingLoop:
 
     def _recruit(self) -> None:
         """Start and end spare units so that the target and the standbys can be met."""
+        self._watch(0)
         settings, wishes = self._settings, self._requests.wishes()
         members = self._generation.units if self._generation else ()
         leaving = wishes.leaving & {*self._crew.ready(), *members}
         wanted = min(wishes.target_units, settings.limits.max_units) + settings.standbys
         if not wishes.stop:
             self._crew.staff(wanted + len(leaving), keep=(*members, *leaving))
-        for unit, cause in self._crew.watch(0).items():
-            self._count_failure(f"unit {unit}: {cause}")
         if not self._crew.num_loading():
             self._loading_since = time.monotonic()
         elif time.monotonic() - self._loading_since > settings.timeouts.grow_s and members:
@@ -259,7 +260,7 @@ class TrainingLoop:
     def _reform(self, units: tuple[int, ...], cause: Cause) -> None:
         settings, started = self._settings, time.monotonic()
         self._journal.enter(REFORMING[cause])
-        self._number += 1
+        self._number, self._stands = self._number + 1, False
         generation = form(
             self._crew,
             self._number,
@@ -271,7 +272,7 @@ class TrainingLoop:
             collective_timeout_s=settings.timeouts.collective_s,
         )
         self._agree(generation)
-        self._generation = generation
+        self._generation, self._stands = generation, True
         self._crew.discard(self._requests.wishes().leaving - set(units))
         self._unannounced = {
             "generation": generation.number,
@@ -353,13 +354,17 @@ class TrainingLoop:
         if self._generation is not None:
             self._journal.enter(RunState.WAITING)
         if self._crew.num_loading():
-            for unit, cause in self._crew.watch(LOOK_AROUND_S).items():
-                self._count_failure(f"unit {unit}: {cause}")
+            self._watch(LOOK_AROUND_S)
         else:
             self._requests.wait(LOOK_AROUND_S)
 
+    def _watch(self, timeout_s: float) -> None:
+        for unit, cause in self._crew.watch(timeout_s).items():
+            self._count_failure(f"unit {unit}: {cause}")
+
     def _lose(self, lost: Mapping[int, str]) -> None:
         """Some workers cannot be trusted any more: end their units, and count one failure each."""
+        self._stands = False
         units = {
             unit: causes
             for unit in self._crew.ready()

@@ -25,7 +25,7 @@ _WORKING = frozenset({RunState.RUNNING, RunState.SAVING})
 
 TRANSITIONS: Mapping[RunState, frozenset[RunState]] = MappingProxyType(
     {
-        RunState.STARTING: _ENDS | _WORKING | {RunState.RECOVERING, RunState.WAITING},
+        RunState.STARTING: _ENDS | _WORKING | _CHANGING,
         RunState.RUNNING: _ENDS | _CHANGING | {RunState.SAVING},
         RunState.RESIZING: _ENDS | _WORKING | {RunState.RECOVERING, RunState.WAITING},
         RunState.RECOVERING: _ENDS | _WORKING | {RunState.RESIZING, RunState.WAITING},

@@ -1,0 +1,282 @@
+"""The training loop with a fake crew: exactly-once whatever happens to the workers."""
+
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hydra_ray.driver.errors import (
+    CheckpointError,
+    NonFiniteLossError,
+    NotEnoughWorkersError,
+    TooManyFailuresError,
+)
+from hydra_ray.driver.loop import Timeouts
+from hydra_ray.driver.states import RunState
+from tests.hydra_ray.driver.fake_crew import FakeCrew, Fault
+
+
+def assert_history_is(crew, ids):
+    """Every member's weights have seen exactly the batches of the undisturbed run, in order."""
+    alive = [w for m in crew.members if not (w := crew.workers[m]).is_dead]
+    assert alive
+    for worker in alive:
+        assert worker.history == [tuple(batch) for batch in ids]
+
+
+def test_an_undisturbed_run_trains_every_step_once(bench, undisturbed):
+    crew = FakeCrew()
+    assert bench.loop(crew).run() is RunState.FINISHED
+    steps = bench.directory.steps()
+    assert [step["step"] for step in steps] == list(range(1, 13))
+    assert {step["num_ranks"] for step in steps} == {4}
+    assert_history_is(crew, undisturbed)
+    flat = [i for batch in bench.ids() for i in batch]
+    assert sorted(flat[:40]) == list(range(1000, 1040))
+
+
+@pytest.mark.parametrize("method", ["load", "join", "run_step", "sync_state", "save_shard"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_death_in_any_call_changes_no_batch(bench, undisturbed, method, when):
+    faults = [Fault(2, method, 5 if method == "run_step" else None, when)]
+    if method == "sync_state":
+        faults = [Fault(1, "run_step", 5, "before", applied_by=1), *faults]
+    crew = FakeCrew(faults)
+    assert bench.loop(crew, save_every=4).run() is RunState.FINISHED
+    assert bench.ids() == undisturbed
+    assert_history_is(crew, undisturbed)
+    assert len(bench.events("worker_lost")) == len(faults)
+
+
+@pytest.mark.parametrize("applied_by", [0, 1, 2, 3])
+def test_survivors_take_the_furthest_applied_step(bench, undisturbed, applied_by):
+    crew = FakeCrew([Fault(3, "run_step", 6, "before", applied_by=applied_by)])
+    bench.loop(crew).run()
+    assert bench.ids() == undisturbed
+    assert_history_is(crew, undisturbed)
+    assert [c.step for c in crew.commands].count(6) == 1
+
+
+def test_a_step_whose_every_report_was_lost_is_not_redone(bench, undisturbed):
+    crew = FakeCrew()
+    real_call = crew.call
+
+    def call(workers, method, arguments, *, timeout_s):
+        answers = real_call(workers, method, arguments, timeout_s=timeout_s)
+        if method == "run_step" and arguments(workers[0])[0].step == 7 and answers.complete:
+            answers.unblocked = dict.fromkeys(workers[1:], "report lost")
+            answers.lost = {workers[0]: "report lost"}
+            answers.results.clear()
+        return answers
+
+    crew.call = call
+    bench.loop(crew).run()
+    assert bench.ids() == undisturbed
+    assert bench.directory.steps()[6]["loss"] is None
+    assert [c.step for c in crew.commands].count(7) == 1
+
+
+def test_losing_every_worker_goes_back_to_the_last_checkpoint(bench, undisturbed):
+    faults = [Fault(w, "run_step", 7) for w in range(4)]
+    crew = FakeCrew(faults)
+    bench.loop(crew, save_every=5, wait_s=5.0).run()
+    assert bench.ids() == undisturbed
+    assert [step["step"] for step in bench.directory.steps()] == list(range(1, 13))
+    assert bench.events("restored") == [
+        {**bench.events("restored")[0], "step": 5, "steps_to_redo": 1}
+    ]
+    assert_history_is(crew, undisturbed)
+
+
+def test_growing_and_shrinking_keep_processes_and_batches(bench, undisturbed):
+    crew = FakeCrew(load_turns=2)
+    wishes = {3: 6, 6: 2, 8: 5}
+    real_step = bench.journal.step
+
+    def step(record):
+        real_step(record)
+        if record["step"] in wishes:
+            bench.requests.scale(wishes[record["step"]])
+
+    bench.journal.step = step
+    bench.loop(crew).run()
+    assert bench.ids() == undisturbed
+    assert_history_is(crew, undisturbed)
+    generations = bench.events("generation")
+    assert [g["cause"] for g in generations] == ["start", "grow", "shrink", "grow"]
+    assert [g["num_ranks"] for g in generations] == [4, 6, 2, 5]
+    workers = [set(g["workers"]) for g in generations]
+    assert workers[0] < workers[1]
+    assert workers[2] < workers[1]
+    assert workers[2] < workers[3]
+
+
+def test_a_burst_of_requests_settles_on_the_last(bench):
+    crew = FakeCrew(load_turns=2)
+    real_step = bench.journal.step
+
+    def step(record):
+        real_step(record)
+        if record["step"] == 3:
+            for target in (2, 6, 3, 7, 3):
+                bench.requests.scale(target)
+
+    bench.journal.step = step
+    bench.loop(crew).run()
+    assert [g["num_ranks"] for g in bench.events("generation")] == [4, 3]
+
+
+def test_growth_that_cannot_be_met_is_given_up_whole(bench):
+    crew = FakeCrew(capacity=5)
+    crew.num_loading = lambda: int(bench.requests.wishes().target_units > 5)
+    real_step = bench.journal.step
+
+    def step(record):
+        real_step(record)
+        if record["step"] == 2:
+            bench.requests.scale(7)
+
+    bench.journal.step = step
+    bench.loop(crew, timeouts=Timeouts(grow_s=0.0)).run()
+    assert [g["num_ranks"] for g in bench.events("generation")] == [4]
+    assert bench.events("growth_failed")[0]["wanted"] == 7
+    assert bench.requests.wishes().target_units == 4
+
+
+def test_a_standby_takes_a_lost_worker_s_place_at_once(bench, undisturbed):
+    crew = FakeCrew([Fault(0, "run_step", 5)], load_turns=1)
+    bench.loop(crew, standbys=1).run()
+    assert bench.ids() == undisturbed
+    assert [g["num_ranks"] for g in bench.events("generation")] == [4, 4]
+    assert_history_is(crew, undisturbed)
+
+
+def test_a_unit_asked_to_leave_leaves_and_is_replaced(bench, undisturbed):
+    crew = FakeCrew()
+    real_step = bench.journal.step
+
+    def step(record):
+        real_step(record)
+        if record["step"] == 4:
+            bench.requests.retire(1)
+
+    bench.journal.step = step
+    bench.loop(crew).run()
+    assert bench.ids() == undisturbed
+    assert 1 not in crew.workers
+    assert bench.directory.steps()[-1]["num_ranks"] == 4
+
+
+def test_below_the_minimum_the_run_waits_and_then_fails(bench):
+    crew = FakeCrew([Fault(w, "run_step", 3) for w in (0, 1)])
+    crew_staff = crew.staff
+
+    def staff(num_units, keep):
+        if not crew.commands:
+            crew_staff(num_units, keep)
+
+    crew.staff = staff
+    with pytest.raises(NotEnoughWorkersError, match=r"2 ready of 4 .* limit >= 3"):
+        bench.loop(crew, min_units=3).run()
+    assert bench.journal.state is RunState.WAITING
+
+
+def test_too_many_failures_end_the_run(bench):
+    crew = FakeCrew([Fault(w, "run_step") for w in range(12)])
+    with pytest.raises(TooManyFailuresError, match=r"failures; limit elastic.max_failures = 2"):
+        bench.loop(crew, max_failures=2).run()
+
+
+def test_a_stop_ends_after_the_step_in_hand_with_a_checkpoint_and_resumes(bench, undisturbed):
+    files = {}
+    crew = FakeCrew(shared=files)
+    real_step = bench.journal.step
+
+    def step(record):
+        real_step(record)
+        if record["step"] == 7:
+            bench.requests.stop()
+
+    bench.journal.step = step
+    assert bench.loop(crew).run() is RunState.STOPPED
+    assert bench.checkpoints.steps() == [7]
+    bench.requests = type(bench.requests)(2)
+    bench.journal = type(bench.journal)(bench.directory)
+    crew = FakeCrew(shared=files)
+    assert bench.loop(crew).run() is RunState.FINISHED
+    assert bench.ids() == undisturbed
+    assert_history_is(crew, undisturbed)
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(bench, undisturbed):
+    files = {}
+    bench.loop(FakeCrew(shared=files), num_steps=8, save_every=4).run()
+    newest = bench.directory.root / "checkpoints" / "step_000008" / "manifest.json"
+    newest.write_text(newest.read_text()[:-40])
+    bench.journal = type(bench.journal)(bench.directory)
+    bench.loop(FakeCrew(shared=files), save_every=4).run()
+    assert bench.ids() == undisturbed
+    assert [e["step"] for e in bench.events("checkpoint_damaged")] == [8]
+    assert bench.events("restored")[-1]["step"] == 4
+
+
+def test_no_readable_checkpoint_is_an_error(bench):
+    bench.loop(FakeCrew(), num_steps=4).run()
+    (bench.directory.root / "checkpoints" / "step_000004" / "manifest.json").write_text("{")
+    bench.journal = type(bench.journal)(bench.directory)
+    with pytest.raises(CheckpointError, match="no checkpoint of the run can be read"):
+        bench.loop(FakeCrew()).run()
+
+
+def test_a_nonfinite_loss_names_step_and_sequences_and_applies_nothing(bench):
+    seen = []
+
+    def loss_of(payload):
+        seen.append(payload.sequence_ids)
+        return math.nan if len(bench.directory.steps()) == 3 else 1.0
+
+    crew = FakeCrew(loss_of=loss_of)
+    with pytest.raises(NonFiniteLossError, match=r"step 4 is not finite") as caught:
+        bench.loop(crew).run()
+    assert str(seen[-1][0]) in str(caught.value)
+    assert caught.value.exit_code == 2
+    assert {worker.applied for worker in crew.workers.values()} == {3}
+
+
+FAULTS = st.lists(
+    st.builds(
+        Fault,
+        worker=st.integers(0, 9),
+        method=st.sampled_from(["load", "join", "sync_state", "run_step", "save_shard"]),
+        step=st.none(),
+        when=st.sampled_from(["before", "after"]),
+        applied_by=st.integers(0, 6),
+    ),
+    max_size=8,
+)
+SCALES = st.dictionaries(st.integers(1, 11), st.integers(1, 8), max_size=4)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(faults=FAULTS, scales=SCALES, standbys=st.integers(0, 2), save_every=st.integers(0, 5))
+def test_any_faults_and_scales_leave_the_training_as_it_was(
+    make_bench, undisturbed, faults, scales, standbys, save_every
+):
+    bench = make_bench()
+    crew = FakeCrew(faults, load_turns=2)
+    real_step = bench.journal.step
+
+    def step(record):
+        real_step(record)
+        if record["step"] in scales:
+            bench.requests.scale(scales[record["step"]])
+
+    bench.journal.step = step
+    loop = bench.loop(crew, standbys=standbys, save_every=save_every, max_failures=100, wait_s=10.0)
+    assert loop.run() is RunState.FINISHED
+    assert bench.ids() == undisturbed
+    assert [s["step"] for s in bench.directory.steps()] == list(range(1, 13))
+    assert_history_is(crew, undisturbed)

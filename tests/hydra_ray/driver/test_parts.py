@@ -1,0 +1,177 @@
+"""The driver's small parts: placement, requests, journal, checkpoints, run directory, routing."""
+
+import json
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hydra_ray.data.batches import DataCursor, GlobalBatches
+from hydra_ray.driver.checkpoints import Checkpoints, Manifest
+from hydra_ray.driver.errors import CheckpointError
+from hydra_ray.driver.journal import Journal
+from hydra_ray.driver.placement import UnitShape, rank_order
+from hydra_ray.driver.requests import Requests
+from hydra_ray.driver.states import RunState
+from hydra_ray.routing import route
+from hydra_ray.rundir import Endpoint, RunDirectory, check_name_is_free, find_runs, read_lines
+from planner.errors import InputError, PlanError
+from planner.pool import PoolShape
+from planner.presets import DENSE
+from planner.registry import get_planner
+from workers.protocol import ShardInfo
+
+
+def test_ranks_run_tensor_fastest_then_hdp_then_pipeline():
+    shape = UnitShape(tensor=2, pipeline=2, expert=1)
+    units = [(0, 1, 2, 3), (8, 9, 10, 11)]  # tp0 tp1 of stage 0, then of stage 1
+    assert rank_order(units, shape) == (0, 1, 8, 9, 2, 3, 10, 11)
+    assert rank_order([(4,), (7,)], UnitShape()) == (4, 7)
+    experts = UnitShape(expert=2)
+    assert rank_order([(0, 1), (2, 3)], experts) == (0, 1, 2, 3)
+
+
+def test_requests_keep_the_last_wish_and_wake_the_waiting():
+    requests = Requests(4)
+    first, second = requests.scale(6), requests.scale(3)
+    requests.withdraw_growth(first, 4)
+    assert requests.wishes().target_units == 3
+    requests.withdraw_growth(second, 4)
+    assert requests.wishes().target_units == 4
+    woken = threading.Event()
+    waiting = threading.Thread(target=lambda: (requests.wait(30), woken.set()))
+    waiting.start()
+    while not woken.is_set():
+        requests.stop()
+        waiting.join(0.01)
+    assert requests.wishes().stop
+
+
+def test_a_follower_sees_every_line_once_and_the_end(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.create("")
+    journal, seen = Journal(directory), []
+
+    def follow():
+        after, state = 0, None
+        while state != RunState.FINISHED:
+            lines, state = journal.follow(after, 30)
+            seen.extend(lines)
+            after = lines[-1].number if lines else after
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    journal.enter(RunState.RUNNING)
+    for step in range(1, 4):
+        journal.step({"step": step, "sequence_ids": [step]})
+    journal.enter(RunState.FINISHED)
+    follower.join(30)
+    assert not follower.is_alive()
+    assert [line.number for line in seen] == list(range(1, 6))
+    assert [line.record["step"] for line in seen if line.kind == "step"] == [1, 2, 3]
+    assert [step["sequence_ids"] for step in directory.steps()] == [[1], [2], [3]]
+    assert journal.status()["state"] == "finished"
+
+
+def manifest(step, shards=()):
+    return Manifest(
+        step=step,
+        cursor=DataCursor(epoch=1, position=5),
+        seed=3,
+        num_ranks=4,
+        corpus="f",
+        config={"steps": 9},
+        shards=shards,
+    )
+
+
+@pytest.mark.parametrize("scheme", ["", "memory://"])
+def test_a_checkpoint_is_valid_once_its_manifest_is_there(tmp_path, scheme):
+    checkpoints = Checkpoints(f"{scheme}{tmp_path}/checkpoints")
+    assert checkpoints.steps() == []
+    for step in (5, 10, 15):
+        checkpoints.prepare(step)
+        checkpoints.commit(manifest(step))
+    checkpoints.prepare(20)
+    assert checkpoints.steps() == [5, 10, 15]
+    assert checkpoints.read(15) == manifest(15)
+    assert checkpoints.retain(2) == [5]
+    assert checkpoints.steps() == [10, 15]
+
+
+def test_a_missing_or_short_shard_is_found(tmp_path):
+    checkpoints = Checkpoints(str(tmp_path))
+    shard = ShardInfo(path="shard_00000/a.bin", num_bytes=4, blake2b="")
+    checkpoints.prepare(5)
+    checkpoints.commit(manifest(5, (shard,)))
+    with pytest.raises(CheckpointError, match="damaged"):
+        checkpoints.read(5)
+    file = tmp_path / "step_000005" / shard.path
+    file.parent.mkdir()
+    file.write_bytes(b"abc")
+    with pytest.raises(CheckpointError, match=r"cut short; got .* 3 bytes; limit 4 bytes"):
+        checkpoints.read(5)
+    file.write_bytes(b"abcd")
+    assert checkpoints.read(5).shards == (shard,)
+
+
+def test_lines_after_a_step_are_cut_and_half_a_line_is_dropped(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.create("name: run")
+    for step in range(1, 6):
+        directory.append_step({"step": step})
+    with (directory.root / "steps.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    assert directory.cut_steps(3) == 2
+    directory.append_step({"step": 4})
+    assert [record["step"] for record in directory.steps()] == [1, 2, 3, 4]
+    assert list(read_lines(tmp_path / "absent")) == []
+
+
+def test_a_run_s_name_is_taken_once_and_resumed_only_if_it_is(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    check_name_is_free(directory, resume=False)
+    with pytest.raises(InputError, match="no such run to resume"):
+        check_name_is_free(directory, resume=True)
+    directory.create("name: run")
+    with pytest.raises(InputError, match=r"a run of this name exists.*--resume"):
+        check_name_is_free(directory, resume=False)
+    check_name_is_free(directory, resume=True)
+    assert [found.root for found in find_runs(str(tmp_path))] == [directory.root]
+
+
+def test_an_endpoint_is_there_while_the_run_lives(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.create("")
+    assert directory.endpoint() is None
+    endpoint = Endpoint(run="run", ray_address="host:1", dashboard_url="", local_pid=7)
+    directory.write_endpoint(endpoint)
+    assert directory.endpoint() == endpoint
+    directory.clear_endpoint()
+    assert directory.endpoint() is None
+
+
+def test_routing_sends_the_batch_as_it_is_and_refuses_another_batch_s_plan(bench):
+    batches = GlobalBatches(bench.index, seed=1, batch_tokens=100)
+    first = batches.next(DataCursor())
+    second = batches.next(first.cursor_after)
+    pool = PoolShape(num_ranks=3, token_budget=64)
+    plan = get_planner("hydra").plan(first.lengths, pool, DENSE)
+    command, payload = route(first, plan, step=4, generation=2)
+    assert (command.step, command.generation) == (4, 2)
+    assert command.plan_digest == payload.plan.digest()
+    assert np.shares_memory(payload.tokens, first.tokens)
+    assert np.array_equal(payload.sequence_ids, first.sequence_ids)
+    with pytest.raises(PlanError, match="another batch"):
+        route(second, plan, step=4, generation=2)
+
+
+def test_manifests_survive_json():
+    shard = ShardInfo(path="a", num_bytes=1, blake2b="b")
+    whole = manifest(5, (shard,))
+    assert Manifest.from_json(whole.to_json()) == whole
+    other = json.loads(whole.to_json()) | {"format": 99}
+    with pytest.raises(ValueError, match="another format"):
+        Manifest.from_json(json.dumps(other))
+    assert replace(whole, step=6) != whole
