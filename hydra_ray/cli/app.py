@@ -14,6 +14,7 @@ from hydra_ray.cli import control
 from hydra_ray.cli.doctor import doctor
 from hydra_ray.cli.output import say_error
 from hydra_ray.cli.prepare import prepare
+from hydra_ray.cli.report import report
 from hydra_ray.cli.submit import submit
 from hydra_ray.cli.train import train
 from planner.errors import HydraError
@@ -34,6 +35,7 @@ def _frame() -> None:
 
 app.command()(prepare)
 app.command()(doctor)
+app.command()(report)
 app.command()(train)
 app.command()(submit)
 app.command(name="list")(control.list_runs)
