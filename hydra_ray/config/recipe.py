@@ -118,12 +118,13 @@ class Recipe(Section):
 
     @property
     def corpus_path(self) -> str:
-        """The corpus; without `data.corpus`, a file under storage_path named by its content."""
+        """The corpus; without `data.corpus`, a file under storage_path named by what makes it."""
         if self.data.corpus is not None:
             return self.data.corpus
         key = json.dumps([self.data.model_dump(), self.context]).encode()
         digest = hashlib.blake2b(key, digest_size=6).hexdigest()
-        return str(PurePath(self.storage_path) / "corpora" / f"{self.name}-{digest}.parquet")
+        named = PurePath(self.data.sources[0]).stem
+        return str(PurePath(self.storage_path) / "corpora" / f"{named}-{digest}.parquet")
 
     def num_ranks(self, num_workers: int) -> int:
         """G: the HDP ranks that `num_workers` processes make.
