@@ -35,12 +35,16 @@ class HydraPlanner:
             return empty_plan(self.name, pool)
         places = longest_first(lengths)
         ordered = lengths[places]
+        packing, target = self.packed(ordered, pool, cost)
+        table = cost.table(pool)
+        return lay_out(self.name, packing, places, lengths, pool, table, target)
+
+    def packed(self, ordered: IntArray, pool: PoolShape, cost: CostModel) -> tuple[Packing, float]:
+        """Groups without ranks, of lengths sorted longest first; and the target they keep."""
         targets = closed_form_targets(ordered, pool, cost)
         rules = packing_rules(targets, int(ordered[0]), pool)
         packing = with_legal_count(self.pack(ordered, rules), ordered, pool)
-        packing = replace(packing, group_class=self.grow(packing, rules))
-        table = cost.table(pool)
-        return lay_out(self.name, packing, places, lengths, pool, table, targets.load)
+        return replace(packing, group_class=self.grow(packing, rules)), targets.load
 
 
 def hydra() -> HydraPlanner:

@@ -1,0 +1,171 @@
+"""Steps 1 and 3 of hydra-opt: cut the long sequences and pack them into bins of uniform height.
+
+A bin is a group that has no microbatch yet. With one target for all, which microbatch a bin goes
+to does not matter, so bins are packed first and dealt last.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.cost import FloatArray
+from planner.opt.compiled import kernel
+from planner.opt.heap import new_heaps, push, sink
+from planner.opt.task import Task, on_rank
+from planner.pool import IntArray
+
+SINGLE, NONE = -1, -1
+
+# Rows of the table of room: what the lightest bin of each degree still takes on each of its ranks.
+SECONDS, TOKENS = range(2)
+
+
+class WideBins(NamedTuple):
+    """The bins of two ranks and more, and who is in them.
+
+    Args:
+        degree: [bins] index into the task's degrees.
+        load: [bins] seconds on each rank.
+        used: [bins] tokens on each rank.
+        bin_of: [long sequences] its bin, or SINGLE: it stays on one rank.
+        width: ranks of all bins together.
+    """
+
+    degree: IntArray
+    load: FloatArray
+    used: IntArray
+    bin_of: IntArray
+    width: int
+
+
+@kernel
+def pack_wide(task: Task, target: float, most_ranks: int) -> WideBins:
+    """Pack the long sequences, longest first, to a target. O(long x degrees).
+
+    Each joins the lightest bin of the widest degree that takes it within target and budget, and
+    otherwise opens a bin of the least degree that meets both; one that needs a single rank is
+    left to `place_singles`. One that no degree brings under the target gets the fastest, and a
+    bin to itself. Stops once the bins need more than `most_ranks` ranks.
+    """
+    lengths, costs, degrees = task.lengths, task.costs, task.degrees
+    pad_unit, budget, thinnest, num_long = task.pad_unit, task.budget, task.thinnest, task.num_long
+    bin_degree, used = np.empty(num_long, np.int64), np.empty(num_long, np.int64)
+    load, bin_of = np.empty(num_long), np.full(num_long, SINGLE, np.int64)
+    heaps, room = new_heaps(len(degrees), num_long), np.full((2, len(degrees)), -1.0)
+    num_bins, width, start = 0, 0, len(degrees) - 1
+    for place in range(num_long):
+        length = lengths[place]
+        own, fastest = least_degree(length, start, target, budget, costs, degrees, pad_unit)
+        start = own if own != NONE else start  # shorter ones need no more
+        at = NONE
+        if own != NONE:
+            at = roomy_degree(length, own, room, costs, degrees, pad_unit, thinnest)
+        if at != NONE:
+            item = heaps[at, 1]
+            seconds, tokens = on_rank(length, at, costs, degrees, pad_unit)
+            load[item] += seconds
+            used[item] += tokens
+            sink(heaps[at], load)
+        elif own == 0:
+            continue
+        else:
+            at, item = (own if own != NONE else fastest), num_bins
+            bin_degree[item] = at
+            load[item], used[item] = on_rank(length, at, costs, degrees, pad_unit)
+            num_bins += 1
+            width += degrees[at]
+            if own != NONE:
+                push(heaps[at], item, load)
+        bin_of[place] = item
+        if own != NONE:
+            room[SECONDS, at] = target - load[heaps[at, 1]]
+            room[TOKENS, at] = budget - used[heaps[at, 1]]
+        if width > most_ranks:
+            break
+    return WideBins(bin_degree[:num_bins], load[:num_bins], used[:num_bins], bin_of, width)
+
+
+@kernel
+def least_degree(
+    length: int,
+    start: int,
+    target: float,
+    budget: int,
+    costs: FloatArray,
+    degrees: IntArray,
+    pad_unit: int,
+) -> tuple[int, int]:
+    """The least degree, at most `start`, that meets target and budget, or NONE; and the fastest.
+
+    c is not monotone in the degree, as ring time can outgrow what a wider group saves: the walk
+    down goes on until it has met the target and lost it again.
+    """
+    own, fastest, fastest_s = NONE, start, np.inf
+    for at in range(start, -1, -1):
+        seconds, tokens = on_rank(length, at, costs, degrees, pad_unit)
+        if tokens > budget or (own != NONE and seconds > target):
+            break
+        if seconds <= target:
+            own = at
+        if seconds < fastest_s:
+            fastest, fastest_s = at, seconds
+    return own, fastest
+
+
+@kernel
+def roomy_degree(
+    length: int,
+    own: int,
+    room: FloatArray,
+    costs: FloatArray,
+    degrees: IntArray,
+    pad_unit: int,
+    thinnest: int,
+) -> int:
+    """The widest degree, two ranks or more, whose lightest bin takes the sequence, or NONE."""
+    for at in range(room.shape[1] - 1, max(own, 1) - 1, -1):
+        if room[SECONDS, at] <= 0 or (at > own and length < thinnest * degrees[at]):
+            continue
+        seconds, tokens = on_rank(length, at, costs, degrees, pad_unit)
+        if seconds <= room[SECONDS, at] and tokens <= room[TOKENS, at]:
+            return at
+    return NONE
+
+
+@kernel
+def top_up(task: Task, bins: WideBins, order: IntArray, group_of: IntArray, level: float) -> None:
+    """Fill the gaps of bins up to a level with short sequences, longest first, in place. O(N).
+
+    Args:
+        task: the batch.
+        bins: the bins; their load and used tokens grow.
+        order: bins by falling load.
+        group_of: [N] the bin of each sequence or SINGLE; short ones that join get their bin.
+        level: seconds no bin is filled beyond.
+    """
+    lengths, costs, degrees = task.lengths, task.costs, task.degrees
+    pad_unit, budget, thinnest = task.pad_unit, task.budget, task.thinnest
+    bin_degree, load, used = bins.degree, bins.load, bins.used
+    heaps = new_heaps(task.num_joinable, len(order))
+    room = np.full((2, task.num_joinable), -1.0)
+    for item in order[::-1]:
+        if load[item] < level and bin_degree[item] < task.num_joinable:
+            push(heaps[bin_degree[item]], item, load)
+    for at in range(1, task.num_joinable):
+        if heaps[at, 0]:
+            room[SECONDS, at] = level - load[heaps[at, 1]]
+            room[TOKENS, at] = budget - used[heaps[at, 1]]
+    for place in range(task.num_long, len(lengths)):
+        length = lengths[place]
+        if length < 2 * thinnest:
+            break
+        at = roomy_degree(length, 0, room, costs, degrees, pad_unit, thinnest)
+        if at != NONE:
+            item = heaps[at, 1]
+            seconds, tokens = on_rank(length, at, costs, degrees, pad_unit)
+            load[item] += seconds
+            used[item] += tokens
+            group_of[place] = item
+            sink(heaps[at], load)
+            room[SECONDS, at] = level - load[heaps[at, 1]]
+            room[TOKENS, at] = budget - used[heaps[at, 1]]
