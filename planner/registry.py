@@ -6,8 +6,8 @@ from collections.abc import Callable
 from planner.errors import InputError
 from planner.hydra import hydra
 from planner.interface import Planner
-from planner.opt.planner import HydraOptPlanner
 from planner.mcore_v2 import McoreV2Planner
+from planner.opt.planner import HydraOptPlanner
 from planner.static import StaticPlanner
 
 PLANNERS: dict[str, Callable[[], Planner]] = {
