@@ -80,6 +80,7 @@ def grow_heap(packing: Packing, rules: PackingRules) -> IntArray:
         packing.group_shortest,
         rules.degrees,
         rules.num_ranks,
+        SMALLEST_SHARD_TOKENS,
     )
     return classes
 
@@ -361,6 +362,7 @@ def _grow(
     group_shortest: IntArray,
     degrees: IntArray,
     num_ranks: int,
+    smallest_shard: int,
 ) -> IntArray:
     """Class by class: a group that grows joins the next class, so one order a class will do."""
     classes = group_class.copy()
@@ -372,7 +374,7 @@ def _grow(
             extra = degrees[degree_class + 1] - degrees[degree_class]
             if idle < extra:
                 continue
-            shard = SMALLEST_SHARD_TOKENS * degrees[degree_class + 1]
+            shard = smallest_shard * degrees[degree_class + 1]
             can_grow = (classes[members] == degree_class) & (group_shortest[members] >= shard)
             growable = members[can_grow]
             heaviest_first = np.argsort(-group_work[growable], kind="mergesort")

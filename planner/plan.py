@@ -87,6 +87,16 @@ class Plan:
 ARRAYS = tuple(field.name for field in fields(Plan) if field.type is IntArray)
 
 
+def group_tokens(plan: Plan) -> IntArray:
+    """[K] padded tokens on each rank of each group. O(N)."""
+    unit = plan.pool.pad_unit
+    group_of_member = np.repeat(np.arange(plan.num_groups), np.diff(plan.group_offsets))
+    shares = plan.group_size[group_of_member] * unit
+    tokens = np.zeros(plan.num_groups, dtype=np.int64)
+    np.add.at(tokens, group_of_member, -(-plan.lengths[plan.members] // shares) * unit)
+    return tokens
+
+
 def empty_plan(planner: str, pool: PoolShape) -> Plan:
     """The plan of a batch without sequences: no microbatches."""
     none = np.zeros(0, dtype=np.int64)

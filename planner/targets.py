@@ -66,7 +66,7 @@ def closed_form_targets(lengths: IntArray, pool: PoolShape, cost: CostModel) -> 
     below = max((k for k in usable if k * wanted <= square), default=usable[0])
     above = min((k for k in usable if k * wanted >= square), default=usable[-1])
     choices = [_targets(k, square / k, work, fewest, pool) for k in sorted({below, above})]
-    return min(choices, key=lambda choice: _iteration_s(choice, pool, cost))
+    return min(choices, key=lambda choice: _iteration_s(choice, work, fewest, pool, cost))
 
 
 def _usable_degrees(longest: int, pool: PoolShape) -> list[int]:
@@ -91,6 +91,10 @@ def _targets(cap: int, load: float, work: float, fewest: int, pool: PoolShape) -
     return Targets(cap=cap, load=load, num_microbatches=max(fewest, expected))
 
 
-def _iteration_s(targets: Targets, pool: PoolShape, cost: CostModel) -> float:
+def _iteration_s(
+    targets: Targets, work: float, fewest: int, pool: PoolShape, cost: CostModel
+) -> float:
+    """T of the chosen target. M is left unrounded: packing fills a near miss of a whole MB."""
     microbatch_s = cost.quadratic_s * targets.load + cost.fixed_s
-    return microbatch_s * (targets.num_microbatches + (pool.stages - 1) / pool.chunks)
+    count = max(work / (pool.num_ranks * targets.load), fewest)
+    return microbatch_s * (count + (pool.stages - 1) / pool.chunks)

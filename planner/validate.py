@@ -3,7 +3,7 @@
 import numpy as np
 
 from planner.errors import PlanError
-from planner.plan import Plan
+from planner.plan import Plan, group_tokens
 
 
 def validate(plan: Plan) -> None:
@@ -133,11 +133,7 @@ def _check_ranks(plan: Plan) -> None:
 
 
 def _check_budget(plan: Plan) -> None:
-    unit = plan.pool.pad_unit
-    group_of_member = np.repeat(np.arange(plan.num_groups), np.diff(plan.group_offsets))
-    shares = plan.group_size[group_of_member] * unit
-    tokens = -(-plan.lengths[plan.members] // shares) * unit
-    on_each_rank = np.bincount(group_of_member, weights=tokens, minlength=plan.num_groups)
+    on_each_rank = group_tokens(plan)
     over = np.flatnonzero(on_each_rank > plan.pool.token_budget)
     if over.size:
         group = int(over[0])
