@@ -44,6 +44,7 @@ from workers.protocol import (
     StepResult,
     TrainingSpec,
 )
+from workers.sockets import Connections
 from workers.state import TrainState, adopt, capture, digest, needed, owned_keys
 from workers.step import agree, forward_backward, labelled_tokens, nonfinite_sequences
 from workers.transfer import furthest_state
@@ -80,6 +81,7 @@ class WorkerRuntime:
         self._standing: _Standing | None = None
         self._state = TrainState(step=0, tensors={})
         self._writer = checkpoint.ShardWriter()
+        self._connections: Connections | None = None
 
     def load(self) -> dict[str, object]:
         """Prepare all that needs no generation; returns facts of this process. Idempotent."""
@@ -116,13 +118,16 @@ class WorkerRuntime:
                 value=self._standing.membership.generation,
                 remedy="Leave it first.",
             )
+        self._connections = Connections()
         registry = GroupRegistry(membership, pool, self._training)
         try:
             self._standing = self._build(membership, registry)
             dist.barrier()  # a worker that left early would break groups others still connect
         except BaseException:
+            self._standing = None
             registry.close()
             raise
+        self._connections.seal()
         return self._state.step if self._takes_up_state() else 0
 
     def _build(self, membership: Membership, registry: GroupRegistry) -> _Standing:
@@ -161,6 +166,7 @@ class WorkerRuntime:
         else:
             self._state = self._capture_if_possible()
         registry, self._standing = self._standing.registry, None
+        self._connections = None
         registry.close()
 
     def _capture_if_possible(self) -> TrainState:
@@ -181,8 +187,10 @@ class WorkerRuntime:
 
         The stuck call raises, and the worker must leave the generation.
         """
-        if dist.is_initialized():
+        if torch.cuda.is_available() and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way for all
+        elif self._connections is not None:
+            self._connections.shut_down()
 
     def sync_state(self, source_rank: int) -> int:
         """Take the state of the step that `source_rank` has. A collective.
@@ -216,6 +224,8 @@ class WorkerRuntime:
             # The frames of the traceback refer to process groups, and a dead group that is
             # referred to keeps its sockets open and its other members waiting.
             traceback.clear_frames(error.__traceback__)
+        # Other operations may still be in flight, and peers may wait for them: free everyone now.
+        self.abort()
         raise StepFailedError("the step broke off", value=text, remedy="Form a new generation.")
 
     def _accept(self, command: StepCommand, payload: StepPayload) -> None:

@@ -1,11 +1,8 @@
 """Joining, leaving, losing a peer: the same processes go from pool to pool and keep their state."""
 
 import gc
-import os
-import signal
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +148,13 @@ def survive(rank: int, world_size: int, port: int, victim: int) -> Any:
     train(runtime, range(1, 2), 4, generation=1)
     if rank == victim:
         return None
-    threading.Timer(1.0, runtime.abort).start()  # as the driver's control thread does
+    watchdog = threading.Timer(1.0, runtime.abort)  # as the driver does to those still in the step
+    watchdog.start()
     payload = payload_at(2, 4)
     began = time.monotonic()
     with pytest.raises(StepFailedError):
         runtime.run_step(command_of(payload.plan, 2), payload)
+    watchdog.cancel()
     freed_s = time.monotonic() - began
     runtime.leave()
     survivors = [r for r in range(4) if r != victim]
