@@ -11,6 +11,10 @@ from hydra_ray.data.tokenise import PrepareOptions
 from planner.errors import InfeasibleError, InputError
 from planner.registry import get_planner
 
+# A pool uses at least half its ranks for one sequence unless something caps its degree, so one
+# with this many times the room of a sequence that it does not hold never will.
+MOST_POOL_ROOM = 4
+
 
 def usable_cores() -> int:
     """Cores this process may run on."""
@@ -96,14 +100,22 @@ def check_corpus(recipe: Recipe, index: SequenceIndex) -> None:
             remedy=f"Prepare the corpus with --context {recipe.context}, or raise context.",
         )
     for workers, where in ((recipe.workers, "workers"), (recipe.elastic.min, "elastic.min")):
-        if workers is not None and not _holds(recipe, workers, longest):
-            raise InfeasibleError(
-                "the corpus holds a sequence longer than the pool can hold",
-                value=f"{named} of {longest} tokens",
-                limit=f"{where} {workers} x token_budget {recipe.token_budget}",
-                remedy="Raise token_budget or the number of workers, or prepare the corpus with "
-                "a smaller --context.",
-            )
+        if workers is not None:
+            _check_pool_holds(recipe, workers, where, longest, named)
+
+
+def _check_pool_holds(recipe: Recipe, workers: int, where: str, longest: int, named: str) -> None:
+    pool = recipe.pool_shape(recipe.num_ranks(workers))
+    if longest <= pool.longest_sequence:
+        return
+    raise InfeasibleError(
+        "the corpus holds a sequence longer than the pool can hold",
+        value=f"{named} of {longest} tokens",
+        limit=f"CP degree {pool.degrees[-1]} x token_budget {recipe.token_budget} = "
+        f"{pool.longest_sequence} tokens at {where} {workers}",
+        remedy="Raise token_budget or the number of workers, or prepare the corpus with a "
+        "smaller --context.",
+    )
 
 
 def smallest_pool(recipe: Recipe, longest: int) -> int:
@@ -116,12 +128,13 @@ def smallest_pool(recipe: Recipe, longest: int) -> int:
         return recipe.elastic.min
     workers = recipe.parallel.scale_unit
     while not _holds(recipe, workers, longest):
-        if recipe.max_degree is not None and recipe.num_ranks(workers) >= recipe.max_degree:
+        if recipe.num_ranks(workers) * recipe.token_budget > MOST_POOL_ROOM * longest:
             raise InfeasibleError(
                 "no pool holds the longest sequence",
                 value=f"{longest} tokens",
-                limit=f"max_degree {recipe.max_degree} x token_budget {recipe.token_budget}",
-                remedy="Raise token_budget or max_degree.",
+                limit=f"max_degree {recipe.max_degree or 'none'}, cp_comm {recipe.cp_comm}, "
+                f"token_budget {recipe.token_budget}",
+                remedy="Raise token_budget or max_degree, or use cp_comm auto.",
             )
         workers += recipe.parallel.scale_unit
     return workers

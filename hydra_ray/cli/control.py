@@ -57,11 +57,14 @@ def events(
             say(f"{clock}  {describe_event(event)}")
 
 
-def logs(run: RunArgument, storage_path: StorageOption = "runs") -> None:
+def logs(run: RunArgument, storage_path: StorageOption = "runs", as_json: JsonFlag = False) -> None:
     """Print the driver's log of a run."""
     path = _directory(run, storage_path).log
-    if path.exists():
-        say(path.read_text(encoding="utf-8").rstrip())
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if as_json:
+        say_json({"run": run, "lines": text.splitlines()})
+    elif text:
+        say(text.rstrip())
 
 
 def scale(

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from hydra_ray.config.cost import cost_model
+from hydra_ray.config.cost import attention_shape, cost_model
 from hydra_ray.config.sections import (
     CheckpointSection,
     CostSection,
@@ -23,6 +24,7 @@ from hydra_ray.config.sections import (
 )
 from planner.cost import CostModel
 from planner.errors import InputError
+from planner.factorize import largest_degree
 from planner.pool import PoolShape
 from workers.protocol import ModelSpec, TrainingSpec
 
@@ -41,6 +43,17 @@ def _split(value: object) -> object:
 
 
 Split = Annotated[Literal["auto", "ulysses", "ring"] | tuple[int, int], BeforeValidator(_split)]
+
+
+def _require_whole_units(key: str, size: int, unit: int) -> None:
+    if size % unit == 0:
+        return
+    below, above = size // unit * unit, -(-size // unit) * unit
+    legal = f"{below} or {above}" if below else f"{above}"
+    raise ValueError(
+        f"{key} ({size}) must be a multiple of tensor x pipeline x expert ({unit}); "
+        f"the nearest legal size is {legal}"
+    )
 
 
 class Recipe(Section):
@@ -81,14 +94,14 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _pool_is_whole(self) -> Self:
-        unit = self.parallel.scale_unit
-        if self.workers % unit:
-            below, above = self.workers // unit * unit, -(-self.workers // unit) * unit
-            legal = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(
-                f"workers ({self.workers}) must be a multiple of tensor x pipeline x expert "
-                f"({unit}); the nearest legal size is {legal}"
-            )
+        sizes = {
+            "workers": self.workers,
+            "elastic.min": self.elastic.min,
+            "elastic.max": self.elastic.max,
+        }
+        for key, size in sizes.items():
+            if size is not None:
+                _require_whole_units(key, size, self.parallel.scale_unit)
         low, high = self.elastic.min or 1, self.elastic.max or self.workers
         if not low <= self.workers <= high:
             raise ValueError(
@@ -144,9 +157,13 @@ class Recipe(Section):
         return num_workers // self.parallel.processes_per_rank
 
     def pool_shape(self, num_ranks: int) -> PoolShape:
-        """The pool of `num_ranks` HDP ranks as the planner sees it."""
+        """The pool of `num_ranks` HDP ranks as the planner sees it.
+
+        Its largest degree is one that `cp_comm` can split, as is every smaller one: a pool may
+        shrink to any size, and a run must not end because Ulysses cannot cut 8 heads by 3.
+        """
         axes = self.parallel
-        return PoolShape(
+        pool = PoolShape(
             num_ranks=num_ranks,
             token_budget=self.token_budget,
             stages=axes.pipeline,
@@ -155,6 +172,9 @@ class Recipe(Section):
             max_degree=self.max_degree,
             pad_unit=2 * axes.tensor if axes.sequence_parallel else 2,
         )
+        attention = attention_shape(self.model, self.dtype)
+        largest = largest_degree(pool.degrees, attention, cp_comm=self.cp_comm, tensor=axes.tensor)
+        return pool if largest == pool.degrees[-1] else replace(pool, max_degree=largest)
 
     def model_spec(self, vocab_size: int) -> ModelSpec:
         """The model for a corpus of `vocab_size` tokens.

@@ -149,6 +149,7 @@ def test_pools_that_are_no_multiple_of_the_unit_name_the_nearest(recipe_path: Pa
     text = refusal(recipe_path, "parallel.tensor=2", "parallel.pipeline=2", "workers=6")
     assert "workers (6)" in text
     assert "4 or 8" in text
+    assert "elastic.max (5)" in refusal(recipe_path, "parallel.tensor=2", "elastic.max=5")
     recipe = load_recipe(recipe_path, ["parallel.tensor=2", "workers=8"])
     assert recipe.num_ranks(8) == 4
     with pytest.raises(InputError, match=r"whole scale units.*Use 6 or 8"):
@@ -208,6 +209,18 @@ def test_conversions_carry_the_values(recipe_path: Path) -> None:
     assert (spec.optimizer, spec.tensor, spec.sequence_parallel, spec.seed) == ("sgd", 2, True, 5)
     model = recipe.model_spec(257)
     assert (model.vocab_size, model.context, model.num_kv_heads) == (258, 1024, 2)
+
+
+def test_pools_use_only_degrees_that_the_heads_can_be_cut_by(recipe_path: Path) -> None:
+    assert load_recipe(recipe_path).pool_shape(12).degrees == (1, 2, 4, 8, 12)
+    ulysses = load_recipe(recipe_path, ["cp_comm=ulysses"])
+    assert ulysses.pool_shape(12).degrees == (1, 2, 4, 8)
+    assert ulysses.pool_shape(3).degrees == (1, 2)
+    assert load_recipe(recipe_path, ["cp_comm=[2, 2]"]).pool_shape(12).degrees == (1, 2, 4)
+    for ranks in range(1, 17):
+        for split in ("auto", "ulysses", "ring", "[2, 3]"):
+            recipe = load_recipe(recipe_path, [f"cp_comm={split}"])
+            recipe.cost_model().table(recipe.pool_shape(ranks))
 
 
 def test_cost_follows_the_model_and_given_coefficients_win(recipe_path: Path) -> None:
