@@ -173,7 +173,7 @@ def gradients(
     runtime = joined(rank, world_size, port, model, still)
     result = runtime.run_step(command_of(payload.plan), payload)
     assert result.applied
-    parts = _parts(runtime, lambda parameter: parameter.main_grad)
+    parts = parameter_parts(runtime, lambda parameter: parameter.main_grad)
     runtime.leave()
     return Outcome(result.loss_sum / result.token_count, result.token_count, parts)
 
@@ -191,12 +191,15 @@ def weights_after(
     for step, payload in enumerate(payloads, start=1):
         result = runtime.run_step(command_of(payload.plan, step), payload)
         assert result.applied
-    parts = _parts(runtime, lambda parameter: parameter.data)
+    parts = parameter_parts(runtime)
     runtime.leave()
     return Outcome(result.loss_sum / result.token_count, result.token_count, parts)
 
 
-def _parts(runtime: WorkerRuntime, of: Callable[[Any], torch.Tensor]) -> list[Part]:
+def parameter_parts(
+    runtime: WorkerRuntime, of: Callable[[Any], torch.Tensor] = lambda parameter: parameter.data
+) -> list[Part]:
+    """This rank's part of every weight, or of what `of` finds on the parameter."""
     here = runtime._here()
     return [
         Part(

@@ -14,11 +14,11 @@ from planner.pool import PoolShape
 from tests.workers.pool import (
     GQA,
     Outcome,
-    _parts,
     assembled,
     command_of,
     joined,
     membership_of,
+    parameter_parts,
     payload_of,
     plan_with,
     pool_shape,
@@ -65,7 +65,7 @@ def resized(rank: int, world_size: int, port: int) -> tuple[list[int], Outcome]:
     held.append(join(runtime, rank, 4, port, 3))
     held.append(runtime.sync_state(source_rank=0))
     train(runtime, range(5, 7), 4, generation=3)
-    outcome = Outcome(0.0, 0, _parts(runtime, lambda parameter: parameter.data))
+    outcome = Outcome(0.0, 0, parameter_parts(runtime))
     runtime.leave()
     return held, outcome
 
