@@ -63,8 +63,8 @@ class Recipe(Section):
         default="run", description="The run's name when the command line gives none."
     )
     storage_path: str = Field(default="runs", description="Folder of run directories.")
-    seed: CountOrZero = 0
-    steps: Count
+    seed: CountOrZero = Field(default=0, description="Decides weights and the order of data.")
+    steps: Count = Field(description="Optimizer steps of the whole run.")
     context: Count = Field(description="Most tokens of one sequence.")
     token_budget: Count = Field(description="Most padded tokens of one rank in one microbatch.")
     global_batch_tokens: Count = Field(description="Tokens of one step, whatever the pool.")
@@ -75,15 +75,21 @@ class Recipe(Section):
     cp_comm: Split = Field(
         default="auto", description="Ulysses x ring: auto, ulysses, ring or [u, r]."
     )
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
-    recompute: Literal["none", "selective", "full"] = "none"
-    overlap_all_to_all: bool = True
+    dtype: Literal["float64", "float32", "bfloat16"] = Field(
+        default="float32", description="Of weights and activations; bfloat16 keeps float32 masters."
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none", description="Activations computed again in backward to save memory."
+    )
+    overlap_all_to_all: bool = Field(
+        default=True, description="Launch all-to-alls as soon as their tensor is final."
+    )
     trace: bool = Field(default=False, description="Write a Perfetto trace into the run directory.")
     workers: Count = Field(description="Worker processes to start with: ranks x TP x PP.")
     cpus_per_worker: NotNegative = Field(
         default=1.0, description="CPU cores a worker claims; below 1, workers share cores."
     )
-    gpus_per_worker: NotNegative = 0.0
+    gpus_per_worker: NotNegative = Field(default=0.0, description="GPUs a worker claims: 0 or 1.")
     data: DataSection
     model: ModelSection
     optimizer: OptimizerSection = OptimizerSection()

@@ -44,28 +44,36 @@ class DataSection(Section):
 class ModelSection(Section):
     """The model: `workers.protocol.ModelSpec` without what the data decides."""
 
-    num_layers: Count
-    hidden_size: Count
-    ffn_hidden_size: Count
-    num_heads: Count
-    num_kv_heads: Count
-    attention: Literal["gqa", "mla"] = "gqa"
-    head_dim: Count | None = None
-    rope_base: Positive = 10_000.0
-    rope_scaling_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
-        default=1.0, description="YaRN scaling of rotary embeddings, latent attention only."
+    num_layers: Count = Field(description="Transformer layers.")
+    hidden_size: Count = Field(description="Width of the residual stream.")
+    ffn_hidden_size: Count = Field(description="Width of the dense SwiGLU feed-forward.")
+    num_heads: Count = Field(description="Query heads.")
+    num_kv_heads: Count = Field(description="Key and value heads; as many as num_heads for mla.")
+    attention: Literal["gqa", "mla"] = Field(
+        default="gqa", description="Grouped-query or multi-head latent attention."
     )
-    output_gate: bool = False
-    q_lora_rank: CountOrZero = 0
-    kv_lora_rank: CountOrZero = 0
-    qk_head_dim: CountOrZero = 0
-    qk_rope_dim: CountOrZero = 0
-    v_head_dim: CountOrZero = 0
-    num_experts: CountOrZero = 0
-    expert_top_k: Count = 2
-    expert_ffn_hidden_size: CountOrZero = 0
-    shared_expert_ffn_hidden_size: CountOrZero = 0
-    aux_loss_coeff: NotNegative = 0.0
+    head_dim: Count | None = Field(
+        default=None, description="Width of a head (gqa); absent: hidden_size / num_heads."
+    )
+    rope_base: Positive = Field(default=10_000.0, description="Base of the rotary embedding.")
+    rope_scaling_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
+        default=1.0, description="YaRN stretch of the rotary embedding, mla only; 1: none."
+    )
+    output_gate: bool = Field(default=False, description="Gate the attention's output.")
+    q_lora_rank: CountOrZero = Field(default=0, description="Rank of mla's queries; 0: full.")
+    kv_lora_rank: CountOrZero = Field(default=0, description="Rank of mla's keys and values.")
+    qk_head_dim: CountOrZero = Field(default=0, description="Width of mla's heads before rotary.")
+    qk_rope_dim: CountOrZero = Field(default=0, description="Rotary width of mla's heads.")
+    v_head_dim: CountOrZero = Field(default=0, description="Width of mla's value heads.")
+    num_experts: CountOrZero = Field(default=0, description="Experts a layer; 0: dense.")
+    expert_top_k: Count = Field(default=2, description="Experts that work on a token.")
+    expert_ffn_hidden_size: CountOrZero = Field(default=0, description="Width of one expert.")
+    shared_expert_ffn_hidden_size: CountOrZero = Field(
+        default=0, description="Width of the expert every token visits; 0: none."
+    )
+    aux_loss_coeff: NotNegative = Field(
+        default=0.0, description="Weight of the router's load-balancing loss."
+    )
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -105,19 +113,21 @@ class ModelSection(Section):
 class OptimizerSection(Section):
     """Megatron's optimizer and its learning-rate schedule."""
 
-    name: Literal["adam", "sgd"] = "adam"
-    lr: Positive = 1e-3
-    min_lr: NotNegative = 0.0
-    warmup_steps: CountOrZero = 0
-    decay_steps: CountOrZero = Field(default=0, description="Cosine decay ends here; 0: no decay.")
-    weight_decay: NotNegative = 0.0
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    eps: Positive = 1e-8
-    clip_grad: NotNegative = Field(
-        default=1.0, description="Largest gradient norm; 0: no clipping."
+    name: Literal["adam", "sgd"] = Field(default="adam", description="adam is AdamW.")
+    lr: Positive = Field(default=1e-3, description="Peak learning rate.")
+    min_lr: NotNegative = Field(default=0.0, description="Learning rate after the decay.")
+    warmup_steps: CountOrZero = Field(default=0, description="Steps of linear warm-up.")
+    decay_steps: CountOrZero = Field(
+        default=0, description="Step at which cosine decay ends; 0: no decay."
     )
-    distributed_optimizer: bool = False
+    weight_decay: NotNegative = Field(default=0.0, description="Decoupled weight decay.")
+    beta1: Fraction = Field(default=0.9, description="adam's first momentum; sgd has none.")
+    beta2: Fraction = Field(default=0.95, description="adam's second momentum.")
+    eps: Positive = Field(default=1e-8, description="adam's epsilon.")
+    clip_grad: NotNegative = Field(default=1.0, description="Largest gradient norm; 0: no limit.")
+    distributed_optimizer: bool = Field(
+        default=False, description="Shard optimizer state over the ranks."
+    )
 
     @model_validator(mode="after")
     def _rates_are_ordered(self) -> Self:
@@ -133,13 +143,15 @@ class OptimizerSection(Section):
 class ParallelSection(Section):
     """The axes beside context parallelism, with fixed sizes."""
 
-    tensor: Count = 1
-    sequence_parallel: bool = False
-    pipeline: Count = 1
+    tensor: Count = Field(default=1, description="Tensor-parallel size.")
+    sequence_parallel: bool = Field(
+        default=False, description="Split norms and residuals over tensor ranks too."
+    )
+    pipeline: Count = Field(default=1, description="Pipeline stages.")
     chunks: Count = Field(
         default=1, description="Virtual pipeline chunks a stage (interleaved 1F1B)."
     )
-    expert: Count = 1
+    expert: Count = Field(default=1, description="HDP ranks that share one set of experts.")
 
     @model_validator(mode="after")
     def _axes_make_sense(self) -> Self:
@@ -218,9 +230,13 @@ class CostSection(Section):
     latency_s: NotNegative | None = Field(
         default=None, description="Seconds each sequence adds at degrees above 1."
     )
-    ranks_per_node: Count | None = None
-    intra_node_bytes_per_s: Positive | None = None
-    inter_node_bytes_per_s: Positive | None = None
+    ranks_per_node: Count | None = Field(default=None, description="Accelerators of a node.")
+    intra_node_bytes_per_s: Positive | None = Field(
+        default=None, description="Bandwidth between two of them."
+    )
+    inter_node_bytes_per_s: Positive | None = Field(
+        default=None, description="Bandwidth between two on different nodes."
+    )
     exposed_alltoall: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None, description="Share of all-to-all time that nothing hides."
     )

@@ -8,6 +8,7 @@ import yaml
 from pydantic import BaseModel
 
 from hydra_ray.config import Recipe, dump_recipe, load_recipe
+from hydra_ray.config.reference import recipe_reference
 from hydra_ray.config.sections import ModelSection, OptimizerSection, ParallelSection
 from planner.cost import CostModel
 from planner.errors import InputError
@@ -265,3 +266,11 @@ def test_an_unnamed_corpus_is_kept_apart_by_what_decides_it(recipe_path: Path) -
         load_recipe(recipe_path, source).corpus_path
         == load_recipe(recipe_path, [*source, "steps=3"]).corpus_path
     )
+
+
+def test_every_key_is_documented() -> None:
+    page = (JOBS.parent / "docs" / "recipe.md").read_text()
+    assert page == recipe_reference(), (
+        "python -m hydra_ray.config.reference > docs/recipe.md brings the page up to date"
+    )
+    assert "|  |" not in page, "a key has no description"
