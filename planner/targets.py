@@ -14,6 +14,8 @@ from planner.pool import IntArray, PoolShape
 # Below this many tokens a rank, attention kernels and projections run at a fraction of their
 # speed, so a finer cut gains nothing.
 SMALLEST_SHARD_TOKENS = 128
+# The wanted cap is an estimate: one that lacks less than a tenth of a legal degree takes it.
+NEAR_MISS = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +44,11 @@ def closed_form_targets(lengths: IntArray, pool: PoolShape, cost: CostModel) -> 
     where M0 is the least MB count that holds the tokens. While W / (G L) > M0 this is convex
     with its minimum at L* = sqrt(t0 v W / (a G (p - 1))): the bubble grows with L, the
     per-MB cost with 1 / L. Above W / (G M0) a higher target saves no MB. So the wanted target is
-    the lesser of the two, the cap is the legal degree next to S^2 / L (T decides which side),
-    and the target is the lowest that the longest sequence can meet at that cap, S^2 / C. Only
-    when even the least degree that holds S leaves it under the wanted load is the target
-    higher than that: a batch of short sequences must fill its ranks.
+    the lesser of the two, the cap is S^2 / L rounded down to a legal degree, and the target is
+    the lowest that the longest sequence can meet at that cap, S^2 / C. Down, because real MB
+    counts grow faster with C than the model's: degrees are rounded up, and MBs full of attention
+    are not full of tokens. Only when even the least degree that holds S leaves it under the
+    wanted load is the target higher than that: a batch of short sequences must fill its ranks.
 
     Args:
         lengths: [N] lengths that fit the pool, N >= 1.
@@ -63,10 +66,8 @@ def closed_form_targets(lengths: IntArray, pool: PoolShape, cost: CostModel) -> 
     usable = _usable_degrees(longest, pool)
     if square / usable[0] <= wanted:
         return _targets(usable[0], wanted, work, fewest, pool)
-    below = max((k for k in usable if k * wanted <= square), default=usable[0])
-    above = min((k for k in usable if k * wanted >= square), default=usable[-1])
-    choices = [_targets(k, square / k, work, fewest, pool) for k in sorted({below, above})]
-    return min(choices, key=lambda choice: _iteration_s(choice, work, fewest, pool, cost))
+    cap = max(k for k in usable if k == usable[0] or k * wanted <= NEAR_MISS * square)
+    return _targets(cap, square / cap, work, fewest, pool)
 
 
 def _usable_degrees(longest: int, pool: PoolShape) -> list[int]:
@@ -89,12 +90,3 @@ def _balanced_load(work: float, pool: PoolShape, cost: CostModel) -> float:
 def _targets(cap: int, load: float, work: float, fewest: int, pool: PoolShape) -> Targets:
     expected = pool.legal_num_microbatches(math.ceil(work / (pool.num_ranks * load)))
     return Targets(cap=cap, load=load, num_microbatches=max(fewest, expected))
-
-
-def _iteration_s(
-    targets: Targets, work: float, fewest: int, pool: PoolShape, cost: CostModel
-) -> float:
-    """T of the chosen target. M is left unrounded: packing fills a near miss of a whole MB."""
-    microbatch_s = cost.quadratic_s * targets.load + cost.fixed_s
-    count = max(work / (pool.num_ranks * targets.load), fewest)
-    return microbatch_s * (count + (pool.stages - 1) / pool.chunks)

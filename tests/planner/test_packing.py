@@ -42,12 +42,13 @@ def test_heaps_make_the_scans_plan_at_every_pool_size(num_ranks):
     assert_same_bytes((pool, np.minimum(lengths, pool.longest_sequence)), DENSE)
 
 
-def test_sequences_needing_many_ranks_share_a_microbatch_with_short_ones():
-    """Piggyback: the gaps left by one wide group take all the short sequences."""
-    pool = PoolShape(num_ranks=8, token_budget=1024)
-    plan = hydra().plan(np.array([4096, *[256] * 16]), pool, DENSE)
+def test_short_sequences_piggyback_on_wide_groups():
+    """Two long sequences take all ranks; eight short ones share them in the same microbatch."""
+    pool = PoolShape(num_ranks=8, token_budget=1700)
+    plan = hydra().plan(np.array([500] * 8 + [4000] * 2), pool, DENSE)
     assert plan.num_microbatches == 1
-    assert plan.group_size[0] >= 4
+    assert plan.group_size.tolist() == [4, 4]
+    assert np.diff(plan.group_offsets).tolist() == [5, 5]
 
 
 def test_idle_ranks_are_given_to_groups_that_can_be_cut():

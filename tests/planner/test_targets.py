@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner.cost import CostModel
 from planner.pool import PoolShape
 from planner.presets import DENSE
-from planner.targets import SMALLEST_SHARD_TOKENS, closed_form_targets
+from planner.targets import NEAR_MISS, SMALLEST_SHARD_TOKENS, closed_form_targets
 
 
 def modelled_s(load, lengths, pool, cost):
@@ -28,25 +28,27 @@ def modelled_s(load, lengths, pool, cost):
     stages=st.integers(1, 4),
 )
 @settings(max_examples=200, deadline=None)
-def test_cap_is_the_best_of_all_legal_caps(lengths, num_ranks, fixed_s, stages):
+def test_cap_is_the_best_cap_rounded_down(lengths, num_ranks, fixed_s, stages):
     pool = PoolShape(num_ranks=num_ranks, token_budget=8192, stages=stages)
     cost = CostModel(fixed_s=fixed_s)
     longest = int(lengths.max())
     targets = closed_form_targets(lengths, pool, cost)
-    legal = [
-        k
-        for k in pool.degrees
-        if k * 8192 >= pool.padded(longest, k) and k * SMALLEST_SHARD_TOKENS <= longest
-    ]
-    best = min(modelled_s(longest**2 / k, lengths, pool, cost) for k in legal)
-    assert modelled_s(targets.load, lengths, pool, cost) <= best * (1 + 1e-12)
+    usable = [k for k in pool.degrees if k * 8192 >= pool.padded(longest, k)]
+    usable = [k for k in usable if k == usable[0] or k * SMALLEST_SHARD_TOKENS <= longest]
+    caps = np.geomspace(usable[0], usable[-1], 2_000)
+    times = [modelled_s(longest**2 / cap, lengths, pool, cost) for cap in caps]
+    best = float(caps[int(np.argmin(times))])
+    grid = 1.01  # the model is flat at its minimum, and the grid has steps
+    assert targets.cap <= max(usable[0], NEAR_MISS * best * grid)
+    wider = [k for k in usable if k > targets.cap]
+    assert not wider or wider[0] >= NEAR_MISS * best / grid
 
 
 def test_a_longer_pipeline_asks_for_a_higher_cap():
     lengths, cost = np.full(8, 262_144), CostModel(fixed_s=1.0)
     pools = [PoolShape(num_ranks=512, token_budget=8192, stages=p) for p in (1, 2, 8, 32)]
     caps = [closed_form_targets(lengths, pool, cost).cap for pool in pools]
-    assert caps == [64, 64, 128, 256]
+    assert caps == [64, 64, 64, 256]
 
 
 def test_cap_holds_the_longest_sequence_and_meets_the_target():
