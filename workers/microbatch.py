@@ -4,7 +4,6 @@ Shape legend: N sequences of the group, P padded packed tokens of the group, T t
 rank (P / degree).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +26,6 @@ class LocalBatch:
         token_ids_T: [T] int64 input tokens; padding is token 0.
         labels_T: [T] int64 the next token of the same sequence.
         loss_mask_T: [T] bool, True where there is a next token.
-        sequence_T: [T] int64, which of `sequence_ids` each token belongs to.
         sequence_ids: ids of the packed sequences; empty on an idle rank.
         params: what Megatron's layers are told, our microbatch among it.
     """
@@ -35,7 +33,6 @@ class LocalBatch:
     token_ids_T: torch.Tensor
     labels_T: torch.Tensor
     loss_mask_T: torch.Tensor
-    sequence_T: torch.Tensor
     sequence_ids: tuple[int, ...]
     params: MicrobatchParams
 
@@ -58,24 +55,36 @@ class _Packed:
 
 
 def local_batches(
-    payload: StepPayload, registry: GroupRegistry, device: torch.device
-) -> Iterator[LocalBatch]:
+    payload: StepPayload, registry: GroupRegistry, device: torch.device, *, keep_events: bool
+) -> list[LocalBatch]:
     """This rank's share of every microbatch of the step, in order.
 
-    Each is built when the schedule asks for it. Cost: O(tokens of the group).
+    Args:
+        payload: the step.
+        registry: this rank's place and groups.
+        device: where the model is.
+        keep_events: log what the engine does, for a trace.
+
+    Cost: O(tokens of all groups this rank is in); the chunks of a pipeline stage share the list.
     """
-    for index in range(payload.plan.num_microbatches):
-        yield local_batch(payload, index, registry, device)
+    counters = [Counters(keep_events=keep_events) for _ in range(payload.plan.num_microbatches)]
+    return [
+        _local_batch(payload, index, registry, device, counters[index])
+        for index in range(payload.plan.num_microbatches)
+    ]
 
 
-def local_batch(
-    payload: StepPayload, index: int, registry: GroupRegistry, device: torch.device
+def _local_batch(
+    payload: StepPayload,
+    index: int,
+    registry: GroupRegistry,
+    device: torch.device,
+    counters: Counters,
 ) -> LocalBatch:
-    """This rank's share of microbatch `index`."""
     plan = payload.plan
     group = plan.group_of_rank(index, registry.place.hdp)
     if group is None or not len(plan.group_members(group)):
-        return _idle(plan, index, registry, device)
+        return _idle(plan, index, registry, device, counters)
     start, size = int(plan.group_start[group]), int(plan.group_size[group])
     members = plan.group_members(group)
     padded = tuple(plan.pool.padded(int(length), size) for length in plan.lengths[members])
@@ -86,16 +95,16 @@ def local_batch(
         token_ids_T=_on(packed.token_ids_P[mine], device),
         labels_T=_on(packed.labels_P[mine], device),
         loss_mask_T=_on(packed.has_label_P[mine], device),
-        sequence_T=_on(packed.sequence_P[mine], device),
         sequence_ids=tuple(int(i) for i in payload.sequence_ids[members]),
         params=_params(
             Microbatch(
                 index=index,
                 groups=groups,
                 padded_lengths=padded,
+                sequence_T=_on(packed.sequence_P[mine], device),
                 real_T=_on(packed.is_real_P[mine], device),
                 idle=False,
-                counters=Counters(),
+                counters=counters,
             ),
             device,
         ),
@@ -127,7 +136,9 @@ def _pack(payload: StepPayload, members: IntArray, padded: tuple[int, ...]) -> _
     )
 
 
-def _idle(plan: Plan, index: int, registry: GroupRegistry, device: torch.device) -> LocalBatch:
+def _idle(
+    plan: Plan, index: int, registry: GroupRegistry, device: torch.device, counters: Counters
+) -> LocalBatch:
     """A shortest possible sequence without labels: the rank joins every collective.
 
     Zero tokens would not do: Megatron's attention cannot reshape an empty tensor.
@@ -139,15 +150,15 @@ def _idle(plan: Plan, index: int, registry: GroupRegistry, device: torch.device)
         index=index,
         groups=registry.of(registry.place.hdp, 1, 1),
         padded_lengths=(num_tokens,),
+        sequence_T=zeros_T,
         real_T=false_T,
         idle=True,
-        counters=Counters(),
+        counters=counters,
     )
     return LocalBatch(
         token_ids_T=zeros_T,
         labels_T=zeros_T,
         loss_mask_T=false_T,
-        sequence_T=zeros_T,
         sequence_ids=(),
         params=_params(microbatch, device),
     )

@@ -34,7 +34,7 @@ from workers.megatron.initialise import initialise
 from workers.megatron.model import build_chunks
 from workers.megatron.naming import NamedParameter, canonical_parameters
 from workers.megatron.optimizer import PoolOptimizer, learning_rate, wrap_in_ddp
-from workers.microbatch import local_batch
+from workers.microbatch import local_batches
 from workers.protocol import (
     Membership,
     ModelSpec,
@@ -259,10 +259,7 @@ class WorkerRuntime:
     def _run(self, command: StepCommand, payload: StepPayload) -> StepResult:
         start = time.perf_counter()
         here = self._here()
-        batches = [
-            local_batch(payload, index, here.registry, _device())
-            for index in range(payload.plan.num_microbatches)
-        ]
+        batches = local_batches(payload, here.registry, _device(), keep_events=self._training.trace)
         here.optimizer.forget_gradients()
         losses, stats = forward_backward(here.modules, batches)
         grad_norm = here.optimizer.prepare()

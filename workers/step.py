@@ -117,7 +117,7 @@ def _sum_loss(
     loss_sum = loss_T.sum()
     by_sequence_N = torch.zeros(
         max(1, len(batch.sequence_ids)), dtype=loss_T.dtype, device=loss_T.device
-    ).index_add_(0, batch.sequence_T, loss_T.detach())
+    ).index_add_(0, batch.microbatch.sequence_T, loss_T.detach())
     record = MicrobatchLoss(
         loss_sum.detach().clone(), count, by_sequence_N.isfinite(), batch.sequence_ids
     )

@@ -64,7 +64,7 @@ def transformer_config(model: ModelSpec, training: TrainingSpec) -> TransformerC
         **(_latent(model) if model.attention == "mla" else _grouped(model)),
         **(_experts(model, training) if model.num_experts else {}),
         **_parallel(training),
-        **_recompute(training),
+        **_recompute(model, training),
         bf16=training.dtype == "bfloat16",
         params_dtype=DTYPES[training.dtype],
         pipeline_dtype=DTYPES[training.dtype],
@@ -148,7 +148,12 @@ def _parallel(training: TrainingSpec) -> dict[str, Any]:
     }
 
 
-def _recompute(training: TrainingSpec) -> dict[str, Any]:
+def _recompute(model: ModelSpec, training: TrainingSpec) -> dict[str, Any]:
+    """Selective recompute redoes the feed-forward and keeps attention.
+
+    At long context attention is most of the work, and flash attention keeps little; the
+    feed-forward is the larger part of the memory and cheap to redo.
+    """
     if training.recompute == "full":
         return {
             "recompute_granularity": "full",
@@ -156,5 +161,6 @@ def _recompute(training: TrainingSpec) -> dict[str, Any]:
             "recompute_num_layers": 1,
         }
     if training.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        modules = ["moe"] if model.num_experts else ["mlp"]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}

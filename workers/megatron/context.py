@@ -28,6 +28,7 @@ class Microbatch:
         index: its place in the step.
         groups: the CP group this rank works in, and its Ulysses and ring parts.
         padded_lengths: global padded tokens of each packed sequence.
+        sequence_T: [T] int64, which packed sequence each local token belongs to.
         real_T: [T] bool, True where a local token is not padding.
         idle: True where this rank only joins the collectives, with a masked dummy.
         counters: what the engine measures in this microbatch.
@@ -36,14 +37,10 @@ class Microbatch:
     index: int
     groups: CPGroups
     padded_lengths: tuple[int, ...]
+    sequence_T: torch.Tensor
     real_T: torch.Tensor
     idle: bool
     counters: Counters
-
-    @property
-    def local_lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence on this rank."""
-        return tuple(length // self.groups.degree for length in self.padded_lengths)
 
 
 @dataclass

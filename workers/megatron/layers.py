@@ -16,7 +16,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from workers.attention.engine import context_parallel_attention
+from workers.attention.engine import Attention
+from workers.attention.overlap_gqa import attend_grouped
 from workers.megatron.context import Microbatch, MicrobatchParams, entered
 
 
@@ -46,38 +47,32 @@ class MicrobatchLayer(TransformerLayer):
 
 
 class ContextParallelCore(MegatronModule):
-    """Core attention: hands query, key and value to the context-parallel engine."""
+    """Core attention, plugged in by spec: the engine, over the group of a microbatch.
+
+    Attention is not one call here: the projections launch its all-to-alls as soon as each tensor
+    is final, so the layer takes the engine from this module and drives it.
+    """
 
     def __init__(
         self,
         config: TransformerConfig,
+        overlap: bool,  # noqa: FBT001 - Megatron passes the spec's parameters by keyword
         softmax_scale: float | None = None,
         k_channels: int | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.scale = softmax_scale or (k_channels or config.kv_channels) ** -0.5
+        self._overlap = overlap
+        self._scale = softmax_scale or (k_channels or config.kv_channels) ** -0.5
 
-    def forward(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,  # noqa: ARG002 - always causal per sequence
-        *,
-        packed_seq_params: MicrobatchParams,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Causal attention of every packed sequence over its whole group: [T, H, D of v]."""
-        microbatch = microbatch_of(packed_seq_params)
-        return context_parallel_attention(
-            q_THD,
-            k_TKD,
-            v_TKD,
+    def over(self, microbatch: Microbatch) -> Attention:
+        """Attention of every packed sequence over its whole group."""
+        return Attention(
             lengths=microbatch.padded_lengths,
             groups=microbatch.groups,
-            scale=self.scale,
+            scale=self._scale,
             counters=microbatch.counters,
+            overlap=self._overlap,
         )
 
 
@@ -94,7 +89,7 @@ class GroupedQueryAttention(SelfAttention):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,  # noqa: ARG002 - always causal per sequence
         *,
         rotary_pos_emb: torch.Tensor,
         packed_seq_params: MicrobatchParams,
@@ -111,29 +106,17 @@ class GroupedQueryAttention(SelfAttention):
         Returns:
             [T, 1, hidden] output, and the bias Megatron adds later.
         """
-        gated = self.config.attention_output_gate
-        q, k, v, *gate = self.get_query_key_value_tensors(hidden_states, output_gate=gated)
-        q_THD, k_TKD, v_TKD = q.squeeze(1), k.squeeze(1), v.squeeze(1)
-        q_THD = self._rotate(q_THD, rotary_pos_emb, packed_seq_params)
-        k_TKD = self._rotate(k_TKD, rotary_pos_emb, packed_seq_params)
-        attend = self._checkpointed_attention_forward if self._recomputes else self.core_attention
-        out_THD = attend(q_THD, k_TKD, v_TKD, attention_mask, packed_seq_params=packed_seq_params)
-        out = out_THD.reshape(out_THD.size(0), 1, -1)
-        if gated:
-            out = self._apply_output_gate(out, gate[0])
-        return self.linear_proj(out)
+        microbatch = microbatch_of(packed_seq_params)
 
-    @property
-    def _recomputes(self) -> bool:
-        return self.checkpoint_core_attention and self.training
+        def rotate(x_THD: torch.Tensor) -> torch.Tensor:
+            return apply_rotary_pos_emb(
+                x_THD,
+                rotary_pos_emb,
+                config=self.config,
+                cu_seqlens=packed_seq_params.cu_seqlens_q,
+                cp_group=microbatch.groups.cp,
+            )
 
-    def _rotate(
-        self, x_THD: torch.Tensor, angles: torch.Tensor, params: MicrobatchParams
-    ) -> torch.Tensor:
-        return apply_rotary_pos_emb(
-            x_THD,
-            angles,
-            config=self.config,
-            cu_seqlens=params.cu_seqlens_q,
-            cp_group=microbatch_of(params).groups.cp,
-        )
+        attention = self.core_attention.over(microbatch)
+        out_THD = attend_grouped(self, hidden_states, attention, rotate)
+        return self.linear_proj(out_THD.reshape(out_THD.size(0), 1, -1))

@@ -19,6 +19,7 @@ from workers.megatron.layers import (
     MicrobatchLayer,
     RMSNorm,
 )
+from workers.megatron.router import SequenceRouter
 from workers.protocol import ModelSpec, TrainingSpec
 
 
@@ -31,12 +32,16 @@ def build_chunks(model: ModelSpec, training: TrainingSpec) -> list[GPTModel]:
     model_parallel_cuda_manual_seed(training.seed, force_reset_rng=True)
     config = transformer_config(model, training)
     stages = range(training.chunks) if training.chunks > 1 else (None,)
-    return [_build_chunk(model, config, stage) for stage in stages]
+    return [_build_chunk(model, training, config, stage) for stage in stages]
 
 
-def _build_chunk(model: ModelSpec, config: TransformerConfig, stage: int | None) -> GPTModel:
+def _build_chunk(
+    model: ModelSpec, training: TrainingSpec, config: TransformerConfig, stage: int | None
+) -> GPTModel:
     layers = get_num_layers_to_build(config, vp_stage=stage)
-    spec = TransformerBlockSubmodules(layer_specs=[_layer_spec(model)] * layers, layer_norm=RMSNorm)
+    spec = TransformerBlockSubmodules(
+        layer_specs=[_layer_spec(model, training)] * layers, layer_norm=RMSNorm
+    )
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -56,7 +61,7 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _layer_spec(model: ModelSpec) -> ModuleSpec:
+def _layer_spec(model: ModelSpec, training: TrainingSpec) -> ModuleSpec:
     is_latent = model.attention == "mla"
     spec = get_gpt_layer_local_spec(
         num_experts=model.num_experts or None,
@@ -69,5 +74,9 @@ def _layer_spec(model: ModelSpec) -> ModuleSpec:
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention
     attention.module = GroupedQueryAttention
-    attention.submodules.core_attention = ModuleSpec(module=ContextParallelCore)
+    attention.submodules.core_attention = ModuleSpec(
+        module=ContextParallelCore, params={"overlap": training.overlap_all_to_all}
+    )
+    if model.num_experts:
+        layer.mlp.submodules.router = SequenceRouter
     return spec
