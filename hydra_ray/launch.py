@@ -64,6 +64,7 @@ def start(
         ray_address=ray.get_runtime_context().gcs_address,
         dashboard_url=dashboard_url,
         local_pid=os.getpid() if local else None,
+        auth_mode=os.environ.get("RAY_AUTH_MODE"),  # ray.init has set it for a cluster of its own
     )
     order = Order(
         run=run, recipe=recipe, directory=directory, endpoint=endpoint, make_runtime=make_runtime

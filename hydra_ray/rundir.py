@@ -34,13 +34,15 @@ CONFIG, STEPS, EVENTS, LOG, ENDPOINT = (
 class Endpoint:
     """Where a live run answers: a named actor on a Ray cluster.
 
-    `local_pid` is the process that embeds the cluster, or None for a job on a cluster.
+    `local_pid` is the process that embeds the cluster, or None for a job on a cluster;
+    `auth_mode` is the cluster's RAY_AUTH_MODE where it has one (the token itself is Ray's matter).
     """
 
     run: str
     ray_address: str
     dashboard_url: str
     local_pid: int | None = None
+    auth_mode: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

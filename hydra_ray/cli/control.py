@@ -14,7 +14,6 @@ AddressOption = Annotated[
     str | None, typer.Option("--address", help="Ray cluster (host:port); default: the run's own.")
 ]
 
-ANSWER_S = 30.0
 LOOK_EVERY_S = 0.2
 
 
@@ -77,17 +76,14 @@ def scale(
     as_json: JsonFlag = False,
 ) -> None:
     """Change the number of workers of a running job; applied at a step boundary."""
-    import ray
-
-    from hydra_ray.connect import connected_driver
-    from hydra_ray.launch import answer
+    from hydra_ray.cli.connect import connected_driver
 
     with connected_driver(run, storage_path, address) as driver:
-        operation = answer(driver.scale.remote(num_workers))
+        operation = _answer(driver.scale.remote(num_workers))
         reached = None
         if wait:
             reached = _wait_for_workers(
-                lambda: ray.get(driver.status.remote(), timeout=ANSWER_S), num_workers, timeout_s
+                lambda: _answer(driver.status.remote()), num_workers, timeout_s
             )
     facts = {"run": run, "operation": operation, "workers": num_workers, "reached": reached}
     if as_json:
@@ -103,11 +99,10 @@ def checkpoint(
     as_json: JsonFlag = False,
 ) -> None:
     """Have a run write a checkpoint at its next step boundary."""
-    from hydra_ray.connect import connected_driver
-    from hydra_ray.launch import answer
+    from hydra_ray.cli.connect import connected_driver
 
     with connected_driver(run, storage_path, address) as driver:
-        answer(driver.save.remote())
+        _answer(driver.save.remote())
     if as_json:
         say_json({"run": run, "checkpoint": "asked for"})
     else:
@@ -122,12 +117,11 @@ def stop(
     as_json: JsonFlag = False,
 ) -> None:
     """End a run after the step in hand, with a checkpoint, and wait for its end."""
-    from hydra_ray.connect import connected_driver
-    from hydra_ray.launch import answer
+    from hydra_ray.cli.connect import connected_driver
     from hydra_ray.rundir import run_directory
 
     with connected_driver(run, storage_path, address) as driver:
-        answer(driver.stop.remote())
+        _answer(driver.stop.remote())
     # The cluster may end with the run, so its end is seen in the run directory, not over Ray.
     directory = run_directory(storage_path, run)
     state = _wait_for_end(directory, timeout_s) if directory.exists() else "stopping"
@@ -135,6 +129,12 @@ def stop(
         say_json({"run": run, "state": state})
     else:
         say(f"{run}: {state}")
+
+
+def _answer(ref: Any) -> Any:
+    from hydra_ray.launch import answer  # after `connected_driver`, which prepares Ray's import
+
+    return answer(ref)
 
 
 def _directory(run: str, storage_path: str) -> Any:
@@ -151,21 +151,19 @@ def _directory(run: str, storage_path: str) -> Any:
 
 
 def _status(run: str, storage_path: str, address: str | None) -> dict[str, Any]:
-    import ray
-
-    from hydra_ray.connect import connected_driver, live_address
+    from hydra_ray.cli.connect import connected_driver, live_address
     from hydra_ray.rundir import run_directory
 
     if address is None and live_address(run_directory(storage_path, run)) is None:
         return _offline_status(_directory(run, storage_path))
     with connected_driver(run, storage_path, address) as driver:
-        facts: dict[str, Any] = ray.get(driver.status.remote(), timeout=ANSWER_S)
+        facts: dict[str, Any] = _answer(driver.status.remote())
         return facts
 
 
 def _offline_status(directory: Any) -> dict[str, Any]:
     """What the run directory says: the last state, and whether its process is still there."""
-    from hydra_ray.connect import live_address
+    from hydra_ray.cli.connect import live_address
     from hydra_ray.rundir import last
 
     steps = directory.steps()

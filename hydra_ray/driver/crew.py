@@ -48,6 +48,9 @@ class Crew(Protocol):
     def workers_of(self, unit: int) -> tuple[int, ...]:
         """The worker ids of a unit."""
 
+    def whereabouts(self, workers: Sequence[int]) -> list[dict[str, Any]]:
+        """Process and node of each worker, for people to see."""
+
     def call(
         self, workers: Sequence[int], method: str, arguments: Arguments, *, timeout_s: float
     ) -> Answers:
@@ -162,6 +165,11 @@ class RayCrew:
         with self._lock:
             held = [unit for unit in self._units.values() if not unit.loading]
         return {worker.worker_id: worker for unit in held for worker in unit.workers}
+
+    def whereabouts(self, workers: Sequence[int]) -> list[dict[str, Any]]:
+        """Process and node of each worker, for people to see."""
+        loaded = self.loaded_workers()
+        return [{"worker": w, "pid": loaded[w].pid, "node": loaded[w].node_id} for w in workers]
 
     def call(
         self, workers: Sequence[int], method: str, arguments: Arguments, *, timeout_s: float

@@ -286,6 +286,7 @@ class TrainingLoop:
             generation=generation.number,
             num_workers=len(generation.workers),
             num_ranks=generation.pool.num_ranks,
+            workers=self._crew.whereabouts(generation.workers),
         )
 
     def _agree(self, generation: Generation) -> None:

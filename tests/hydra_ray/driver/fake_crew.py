@@ -94,6 +94,9 @@ class FakeCrew:
     def workers_of(self, unit: int) -> tuple[int, ...]:
         return (unit,)
 
+    def whereabouts(self, workers: Sequence[int]) -> list[dict[str, Any]]:
+        return [{"worker": worker, "pid": 0, "node": ""} for worker in workers]
+
     def discard(self, units: Iterable[int]) -> None:
         for unit in tuple(units):
             self.workers.pop(unit, None)

@@ -1,17 +1,18 @@
-"""Finds a run from another process: by its run directory, or on the cluster the user names."""
+"""Finds a run from another process: by its run directory, or on the cluster the user names.
+
+Ray is imported inside, since it reads RAY_AUTH_MODE only as it is imported, and that must be the
+mode of the cluster the run is on.
+"""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import ray
-
-from hydra_ray.driver.actor import NAMESPACE, find_driver
 from hydra_ray.driver.errors import RunNotFoundError
 from hydra_ray.rundir import RunDirectory, run_directory
 
-CONNECT_S = 30.0
+AUTH_MODE = "RAY_AUTH_MODE"
 
 
 @contextmanager
@@ -27,13 +28,21 @@ def connected_driver(run: str, storage_path: str, address: str | None) -> Iterat
     Raises:
         RunNotFoundError: the run has ended, never was, or its cluster is gone.
     """
-    where = address or live_address(run_directory(storage_path, run)) or _from_environment()
+    directory = run_directory(storage_path, run)
+    where = address or live_address(directory) or _from_environment()
     if where is None:
         raise RunNotFoundError(
             "the run is not running here",
             value=run,
             remedy="Pass --storage-path of its run directory, or --address of its Ray cluster.",
         )
+    endpoint = directory.endpoint()
+    if endpoint is not None and endpoint.auth_mode is not None:
+        os.environ.setdefault(AUTH_MODE, endpoint.auth_mode)
+    import ray
+
+    from hydra_ray.driver.actor import NAMESPACE, find_driver
+
     try:
         ray.init(address=where, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError) as error:

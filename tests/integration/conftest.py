@@ -1,0 +1,140 @@
+"""One embedded Ray for all integration tests, a small corpus, and runs on them."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from hydra_ray.config import Recipe
+from hydra_ray.data.corpus import CorpusInfo
+from hydra_ray.data.writer import CorpusWriter
+from hydra_ray.driver.actor import NAMESPACE
+from hydra_ray.driver.journal import Line
+from hydra_ray.launch import LiveRun, follow, start
+from hydra_ray.rundir import RunDirectory, run_directory
+
+CONTEXT = 512
+NUM_CPUS = 8  # logical: more workers than cores, each of one thread
+
+
+def write_corpus(path: Path, lengths: list[int]) -> Path:
+    """Sequences that count upwards from a start of their own: something a model can learn."""
+    info = CorpusInfo(tokenizer="bytes", tokenizer_digest="", vocab_size=257, context=CONTEXT)
+    with CorpusWriter(path, info) as writer:
+        for i, length in enumerate(lengths):
+            tokens = (np.arange(length) * (1 + i % 3) + 17 * i) % 97
+            writer.add(5000 + i, tokens.astype(np.int32))
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """120 sequences of skewed lengths; the longest takes four ranks of 128 tokens."""
+    lengths = np.random.default_rng(11).pareto(1.2, size=119) * 20 + 2
+    path = tmp_path_factory.mktemp("corpus") / "corpus.parquet"
+    return write_corpus(path, [1, *np.minimum(lengths, CONTEXT).astype(int).tolist()])
+
+
+@pytest.fixture(scope="session")
+def ray_folder() -> Iterator[str]:
+    """A short folder for Ray's sockets, whose paths have a length limit."""
+    with TemporaryDirectory(prefix="hy") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def cluster(ray_folder: str) -> Iterator[None]:
+    """A Ray of the tests' own; nothing else is joined, and `ray stop` is never called."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        namespace=NAMESPACE,
+        include_dashboard=False,
+        log_to_driver=False,
+        num_cpus=NUM_CPUS,
+        object_store_memory=200 << 20,
+        _temp_dir=ray_folder,
+    )
+    yield
+    ray.shutdown()
+
+
+def settings(corpus: Path, storage: Path) -> dict[str, Any]:
+    """A recipe of a tiny model, as a user would write it."""
+    return {
+        "storage_path": str(storage),
+        "seed": 5,
+        "steps": 20,
+        "context": CONTEXT,
+        "token_budget": 256,
+        "global_batch_tokens": 1024,
+        "workers": 2,
+        "data": {"corpus": str(corpus)},
+        "model": {
+            "num_layers": 1,
+            "hidden_size": 32,
+            "ffn_hidden_size": 64,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+        },
+        "optimizer": {"lr": 3e-3, "warmup_steps": 3},
+        "elastic": {"heartbeat_s": 1.0},
+    }
+
+
+@pytest.fixture(scope="session")
+def recipe_of(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe]:
+    """Makes a recipe with changes on top; all share one storage path."""
+    storage = tmp_path_factory.mktemp("runs")
+    return lambda **changes: Recipe.model_validate(settings(corpus, storage) | changes)
+
+
+class Run:
+    """One run on the cluster of the tests."""
+
+    def __init__(self, live: LiveRun, directory: RunDirectory) -> None:
+        self.live, self.directory = live, directory
+
+    @property
+    def driver(self) -> Any:
+        return self.live.driver
+
+    def finish(self, show: Callable[[Line], None] = lambda _: None) -> dict[str, Any]:
+        return follow(self.live, show)
+
+    def steps(self) -> list[dict[str, Any]]:
+        return self.directory.steps()
+
+    def losses(self) -> list[float]:
+        return [step["loss"] for step in self.steps()]
+
+    def ids(self) -> list[list[int]]:
+        return [step["sequence_ids"] for step in self.steps()]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.directory.events() if event["event"] == name]
+
+
+@contextmanager
+def running(recipe: Recipe, name: str, **options: Any) -> Iterator[Run]:
+    """Start a run, and leave no driver behind."""
+    directory = run_directory(recipe.storage_path, name)
+    live = start(recipe, name, directory, local=True, **options)
+    try:
+        yield Run(live, directory)
+    finally:
+        ray.kill(live.driver, no_restart=True)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(cluster: None, recipe_of: Callable[..., Recipe]) -> Run:
+    """40 steps on 2 workers to which nothing happens."""
+    with running(recipe_of(steps=40), "uninterrupted") as run:
+        run.finish()
+    return run
