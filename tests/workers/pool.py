@@ -1,8 +1,8 @@
 """Pools of real workers for tests: forked gloo ranks around a store, running real runtimes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -153,32 +153,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank made of its steps."""
+    """What one rank made of its steps: the first one's loss and gradients, the last weights."""
 
     loss: float
     token_count: int
-    parts: list[Part]
+    gradients: list[Part] = field(default_factory=list)
+    weights: list[Part] = field(default_factory=list)
 
 
-def gradients(
-    rank: int,
-    world_size: int,
-    port: int,
-    model: ModelSpec,
-    training: TrainingSpec,
-    payload: StepPayload,
-) -> Outcome:
-    """One step that changes no weight, and the gradients it left."""
-    still = replace(training, optimizer="sgd", lr=0.0, clip_grad=0.0)
-    runtime = joined(rank, world_size, port, model, still)
-    result = runtime.run_step(command_of(payload.plan), payload)
-    assert result.applied
-    parts = parameter_parts(runtime, lambda parameter: parameter.main_grad)
-    runtime.leave()
-    return Outcome(result.loss_sum / result.token_count, result.token_count, parts)
-
-
-def weights_after(
+def trained(
     rank: int,
     world_size: int,
     port: int,
@@ -186,14 +169,18 @@ def weights_after(
     training: TrainingSpec,
     payloads: list[StepPayload],
 ) -> Outcome:
-    """The weights after a step on each payload, and the last loss."""
+    """A step on each payload, by a real runtime."""
     runtime = joined(rank, world_size, port, model, training)
+    outcomes = []
     for step, payload in enumerate(payloads, start=1):
         result = runtime.run_step(command_of(payload.plan, step), payload)
         assert result.applied
-    parts = parameter_parts(runtime)
+        gradients = parameter_parts(runtime, lambda parameter: parameter.main_grad)
+        loss = result.loss_sum / result.token_count
+        outcomes.append(Outcome(loss, result.token_count, gradients))
+    weights = parameter_parts(runtime)
     runtime.leave()
-    return Outcome(result.loss_sum / result.token_count, result.token_count, parts)
+    return replace(outcomes[0], weights=weights)
 
 
 def parameter_parts(
@@ -212,10 +199,10 @@ def parameter_parts(
     ]
 
 
-def assembled(outcomes: list[Outcome], num_tensor_ranks: int) -> dict[str, np.ndarray]:
+def assembled(parts: Iterable[Part], num_tensor_ranks: int = 1) -> dict[str, np.ndarray]:
     """Whole tensors by canonical name; every replica must hold the same bits."""
     found: dict[tuple[str, int], Part] = {}
-    for part in (part for outcome in outcomes for part in outcome.parts):
+    for part in parts:
         key = (part.name, part.tensor_rank if part.split_dim is not None else 0)
         first = found.setdefault(key, part)
         np.testing.assert_array_equal(first.values, part.values, err_msg=f"replicas of {key}")
@@ -225,6 +212,22 @@ def assembled(outcomes: list[Outcome], num_tensor_ranks: int) -> dict[str, np.nd
         else found[name, 0].values
         for name in sorted({name for name, _ in found})
     }
+
+
+def gradients_of(outcomes: list[Outcome], num_tensor_ranks: int = 1) -> dict[str, np.ndarray]:
+    """Every gradient, whole."""
+    return assembled((part for o in outcomes for part in o.gradients), num_tensor_ranks)
+
+
+def weights_of(outcomes: list[Outcome], num_tensor_ranks: int = 1) -> dict[str, np.ndarray]:
+    """Every weight, whole."""
+    return assembled((part for o in outcomes for part in o.weights), num_tensor_ranks)
+
+
+def relative_error(found: dict[str, np.ndarray], truth: dict[str, np.ndarray]) -> float:
+    """The largest error of any tensor, relative to that tensor's largest element."""
+    assert found.keys() == truth.keys()
+    return max(float(np.abs(found[n] - truth[n]).max() / np.abs(truth[n]).max()) for n in truth)
 
 
 def _joined_parts(parts: list[Part]) -> np.ndarray:

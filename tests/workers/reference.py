@@ -5,6 +5,8 @@ of: plans, packing, padding, zigzag shards, groups, our attention engine and lay
 schedules, the loss function. Its attention is a plain softmax.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from planner.pool import PoolShape
@@ -21,7 +24,7 @@ from workers.groups import GroupRegistry
 from workers.megatron import patches
 from workers.megatron.config import transformer_config
 from workers.megatron.initialise import initialise
-from workers.megatron.naming import canonical_parameters
+from workers.megatron.naming import NamedParameter, canonical_parameters
 from workers.protocol import ModelSpec, StepPayload, TrainingSpec
 
 
@@ -31,18 +34,46 @@ class PlainAttention(MegatronModule):
     def __init__(self, config: Any, softmax_scale: Any = None, k_channels: Any = None, **_: Any):
         super().__init__(config=config)
         self.scale = softmax_scale or (k_channels or config.kv_channels) ** -0.5
+        self.gate: torch.Tensor | None = None
 
     def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
         q, k, v = (x[:, 0].transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
         future = torch.ones(q.size(1), q.size(1), dtype=torch.bool).triu(1)
         scores = (q @ k.transpose(1, 2) * self.scale).masked_fill(future, -torch.inf)
-        return (scores.softmax(-1) @ v).transpose(0, 1).reshape(q.size(1), 1, -1)
+        out = (scores.softmax(-1) @ v).transpose(0, 1).reshape(q.size(1), 1, -1)
+        return out if self.gate is None else out * self.gate
 
 
-def reference(model: ModelSpec, training: TrainingSpec, payload: StepPayload) -> Outcome:
-    """Loss and every gradient of one global batch, computed in a process of its own."""
-    return run_pool(1, _reference, model, training, payload)[0]
+class PlainGatedAttention(MLASelfAttention):
+    """Stock latent attention with a sigmoid gate on its heads' output."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        width = config.num_attention_heads * config.v_head_dim
+        self.linear_gate = torch.nn.Linear(config.hidden_size, width, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.core_attention.gate = torch.sigmoid(self.linear_gate(hidden_states))
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+def reference(model: ModelSpec, training: TrainingSpec, payloads: list[StepPayload]) -> Outcome:
+    """Loss and gradients of the first batch, and the weights after a step on each batch.
+
+    Computed in a process of its own, with torch's own optimizer.
+    """
+    alone = replace(
+        training,
+        tensor=1,
+        pipeline=1,
+        chunks=1,
+        expert=1,
+        sequence_parallel=False,
+        recompute="none",
+        distributed_optimizer=False,
+    )
+    return run_pool(1, _reference, model, alone, payloads)[0]
 
 
 def _reference(
@@ -51,24 +82,41 @@ def _reference(
     port: int,
     model: ModelSpec,
     training: TrainingSpec,
-    payload: StepPayload,
+    payloads: list[StepPayload],
 ) -> Outcome:
     cpu_shim.install()
     patches.apply()
     pool = PoolShape(num_ranks=1, token_budget=1)
-    registry = GroupRegistry(membership_of(rank, world_size, port, training), pool, training)
+    GroupRegistry(membership_of(rank, world_size, port, training), pool, training)
     gpt = _stock_model(model, training)
     parameters = canonical_parameters([gpt])
     initialise(parameters, seed=training.seed, num_layers=model.num_layers)
-    loss, count = _loss(gpt, payload)
-    (loss / count).backward()
-    parts = [
-        Part(item.name, item.parameter.grad.to(torch.float64).numpy(), None, 0)
+    optimizer = torch.optim.AdamW(
+        [item.parameter for item in parameters],
+        lr=training.lr,
+        betas=(training.beta1, training.beta2),
+        eps=training.eps,
+        weight_decay=0.0,
+    )
+    outcomes = []
+    for payload in payloads:
+        optimizer.zero_grad()
+        loss, count = _loss(gpt, payload)
+        # Megatron attaches the MoE loss for a sum over tokens, and scales all by the count.
+        loss.backward()
+        for item in parameters:
+            item.parameter.grad /= count
+        gradients = _copies(parameters, lambda parameter: parameter.grad)
+        optimizer.step()
+        outcomes.append(Outcome(float(loss.detach()) / count, count, gradients))
+    return replace(outcomes[0], weights=_copies(parameters, lambda parameter: parameter.data))
+
+
+def _copies(parameters: list[NamedParameter], of: Callable[[Any], torch.Tensor]) -> list[Part]:
+    return [
+        Part(item.name, of(item.parameter).to(torch.float64).clone().numpy(), None, 0)
         for item in parameters
     ]
-    del gpt, parameters
-    registry.close()
-    return Outcome(float(loss.detach()) / count, count, parts)
 
 
 def _loss(gpt: GPTModel, payload: StepPayload) -> tuple[torch.Tensor, int]:
@@ -91,7 +139,10 @@ def _stock_model(model: ModelSpec, training: TrainingSpec) -> GPTModel:
         multi_latent_attention=is_latent,
         normalization="RMSNorm",
     )
-    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(module=PlainAttention)
+    attention = spec.submodules.self_attention
+    attention.submodules.core_attention = ModuleSpec(module=PlainAttention)
+    if is_latent and model.output_gate:
+        attention.module = PlainGatedAttention
     dtype = {"float64": torch.float64, "float32": torch.float32}[training.dtype]
     return GPTModel(
         config=transformer_config(model, training),

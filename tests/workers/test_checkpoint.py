@@ -8,7 +8,7 @@ import pytest
 
 from tests.workers.pool import (
     GQA,
-    Outcome,
+    Part,
     assembled,
     command_of,
     joined,
@@ -36,7 +36,7 @@ def train(runtime: WorkerRuntime, steps: range, num_ranks: int) -> None:
 
 def save_and_go_on(
     rank: int, world_size: int, port: int, folder: str, training: TrainingSpec
-) -> tuple[tuple[ShardInfo, ...], Outcome]:
+) -> tuple[tuple[ShardInfo, ...], list[Part]]:
     """Two steps, a checkpoint that is written while step 3 runs, and step 4."""
     runtime = joined(rank, world_size, port, GQA, training)
     train(runtime, range(1, 3), world_size)
@@ -44,16 +44,16 @@ def save_and_go_on(
     train(runtime, range(3, 4), world_size)
     shards = runtime.finish_save()
     train(runtime, range(4, 5), world_size)
-    return shards, Outcome(0.0, 0, parameter_parts(runtime))
+    return shards, parameter_parts(runtime)
 
 
 def load_and_go_on(
     rank: int, world_size: int, port: int, folder: str, shards: tuple[ShardInfo, ...]
-) -> tuple[int, Outcome]:
+) -> tuple[int, list[Part]]:
     runtime = joined(rank, world_size, port, GQA, TRAINING)
     step = runtime.load_shard(folder, shards)
     train(runtime, range(3, 5), world_size)
-    return step, Outcome(0.0, 0, parameter_parts(runtime))
+    return step, parameter_parts(runtime)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("checkpoint")
     results = run_pool(3, save_and_go_on, str(folder), TRAINING)
     shards = tuple(shard for written, _ in results for shard in written)
-    return folder, shards, assembled([outcome for _, outcome in results], 1)
+    return folder, shards, assembled(part for _, parts in results for part in parts)
 
 
 def test_shards_name_every_file_and_all_workers_write(saved):
@@ -81,7 +81,7 @@ def test_another_pool_goes_on_from_it(saved, num_ranks: int):
     results = run_pool(num_ranks, load_and_go_on, str(folder), shards)
 
     assert [step for step, _ in results] == [2] * num_ranks
-    found = assembled([outcome for _, outcome in results], 1)
+    found = assembled(part for _, parts in results for part in parts)
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-9, atol=1e-12, err_msg=name)
 

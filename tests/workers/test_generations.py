@@ -13,7 +13,7 @@ import torch.distributed as dist
 from planner.pool import PoolShape
 from tests.workers.pool import (
     GQA,
-    Outcome,
+    Part,
     assembled,
     command_of,
     joined,
@@ -23,7 +23,8 @@ from tests.workers.pool import (
     plan_with,
     pool_shape,
     run_pool,
-    weights_after,
+    trained,
+    weights_of,
 )
 from workers.errors import GenerationError, StepFailedError
 from workers.groups import Place, place_of, pool_subsets
@@ -51,7 +52,7 @@ def train(runtime: WorkerRuntime, steps: range, size: int, generation: int) -> N
         assert runtime.run_step(command_of(payload.plan, step, generation), payload).applied
 
 
-def resized(rank: int, world_size: int, port: int) -> tuple[list[int], Outcome]:
+def resized(rank: int, world_size: int, port: int) -> tuple[list[int], list[Part]]:
     """Steps 1-2 on four workers, 3-4 on three, 5-6 on four again; worker 3 sits out."""
     runtime = WorkerRuntime(GQA, TRAINING)
     runtime.load()
@@ -65,19 +66,19 @@ def resized(rank: int, world_size: int, port: int) -> tuple[list[int], Outcome]:
     held.append(join(runtime, rank, 4, port, 3))
     held.append(runtime.sync_state(source_rank=0))
     train(runtime, range(5, 7), 4, generation=3)
-    outcome = Outcome(0.0, 0, parameter_parts(runtime))
+    weights = parameter_parts(runtime)
     runtime.leave()
-    return held, outcome
+    return held, weights
 
 
 def test_a_resized_pool_ends_where_an_uninterrupted_one_does():
     payloads = [payload_at(step, 4) for step in range(1, 7)]
-    straight = assembled(run_pool(4, weights_after, GQA, TRAINING, payloads), 1)
+    straight = weights_of(run_pool(4, trained, GQA, TRAINING, payloads))
 
     results = run_pool(4, resized)
 
     assert [held for held, _ in results] == [[0, 2, 4, 4]] * 3 + [[0, 2, 4]]
-    found = assembled([outcome for _, outcome in results], 1)
+    found = assembled(part for _, parts in results for part in parts)
     for name, expected in straight.items():
         np.testing.assert_allclose(found[name], expected, rtol=1e-9, atol=1e-11, err_msg=name)
 

@@ -111,7 +111,6 @@ def _latent(model: ModelSpec) -> dict[str, Any]:
         "rope_type": "yarn" if model.rope_scaling_factor > 1 else "rope",
         "rotary_scaling_factor": model.rope_scaling_factor,
         "original_max_position_embeddings": int(model.context / model.rope_scaling_factor),
-        "qk_layernorm": True,
     }
 
 

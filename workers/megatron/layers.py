@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from workers.attention.engine import Attention
-from workers.attention.overlap_gqa import attend_grouped
+from workers.attention.overlap_gqa import Rotate, attend_grouped
+from workers.attention.overlap_mla import attend_latent
 from workers.megatron.context import Microbatch, MicrobatchParams, entered
 
 
@@ -106,17 +109,88 @@ class GroupedQueryAttention(SelfAttention):
         Returns:
             [T, 1, hidden] output, and the bias Megatron adds later.
         """
-        microbatch = microbatch_of(packed_seq_params)
-
-        def rotate(x_THD: torch.Tensor) -> torch.Tensor:
-            return apply_rotary_pos_emb(
-                x_THD,
-                rotary_pos_emb,
-                config=self.config,
-                cu_seqlens=packed_seq_params.cu_seqlens_q,
-                cp_group=microbatch.groups.cp,
-            )
-
-        attention = self.core_attention.over(microbatch)
+        attention = self.core_attention.over(microbatch_of(packed_seq_params))
+        rotate = rotation(rotary_pos_emb, packed_seq_params, self.config)
         out_THD = attend_grouped(self, hidden_states, attention, rotate)
         return self.linear_proj(out_THD.reshape(out_THD.size(0), 1, -1))
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's multi-latent attention in the CP group of its microbatch, with an output gate.
+
+    Megatron has no gate for latent attention; ours is one column-parallel projection more.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        output_gate: bool,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.linear_gate: ColumnParallelLinear | None = None
+        if output_gate:
+            self.linear_gate = ColumnParallelLinear(
+                config.hidden_size,
+                config.num_attention_heads * config.v_head_dim,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                gather_output=False,
+                tp_group=self.pg_collection.tp,
+            )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,  # noqa: ARG002 - always causal per sequence
+        *,
+        packed_seq_params: MicrobatchParams,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention over the sequences of one microbatch; see `GroupedQueryAttention.forward`."""
+        attention = self.core_attention.over(microbatch_of(packed_seq_params))
+        angles, magnitude = self._angles(packed_seq_params.max_seqlen_q)
+        rotate = rotation(angles, packed_seq_params, self.config, magnitude)
+        gate = self._gate if self.linear_gate is not None else None
+        out_THE = attend_latent(self, hidden_states, attention, rotate, gate)
+        return self.linear_proj(out_THE.reshape(out_THE.size(0), 1, -1))
+
+    def _gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits, _ = self.linear_gate(hidden_states)
+        return logits.squeeze(1)
+
+    def _angles(self, longest: int) -> tuple[torch.Tensor, float]:
+        """Rotary angles, and by how much YaRN scales the rotated part."""
+        made = self.rotary_pos_emb(longest, packed_seq=True)
+        return made if isinstance(made, tuple) else (made, 1.0)
+
+
+def rotation(
+    angles: torch.Tensor,
+    params: MicrobatchParams,
+    config: TransformerConfig,
+    magnitude: float = 1.0,
+) -> Rotate:
+    """Megatron's rotary embedding at the positions this rank holds of each packed sequence.
+
+    Args:
+        angles: [longest sequence or more, 1, 1, D].
+        params: where sequences begin, and the microbatch.
+        config: how Megatron lays rotated pairs out.
+        magnitude: a factor on the rotated part (YaRN).
+    """
+    group = microbatch_of(params).groups.cp
+
+    def rotate(x_THD: torch.Tensor) -> torch.Tensor:
+        return apply_rotary_pos_emb(
+            x_THD,
+            angles,
+            config=config,
+            cu_seqlens=params.cu_seqlens_q,
+            mscale=magnitude,
+            cp_group=group,
+        )
+
+    return rotate

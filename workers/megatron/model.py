@@ -16,6 +16,7 @@ from workers.megatron.config import transformer_config
 from workers.megatron.layers import (
     ContextParallelCore,
     GroupedQueryAttention,
+    LatentAttention,
     MicrobatchLayer,
     RMSNorm,
 )
@@ -72,11 +73,19 @@ def _layer_spec(model: ModelSpec, training: TrainingSpec) -> ModuleSpec:
     spec.module = MicrobatchLayer
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention
-    attention.module = GroupedQueryAttention
-    attention.submodules.core_attention = ModuleSpec(
-        module=ContextParallelCore, params={"overlap": training.overlap_all_to_all}
-    )
+    _plug_attention(layer.self_attention, model, training)
     if model.num_experts:
         layer.mlp.submodules.router = SequenceRouter
     return spec
+
+
+def _plug_attention(attention: ModuleSpec, model: ModelSpec, training: TrainingSpec) -> None:
+    if model.attention == "mla":
+        attention.module = LatentAttention
+        attention.params = {**attention.params, "output_gate": model.output_gate}
+        attention.submodules.q_layernorm = attention.submodules.kv_layernorm = RMSNorm
+    else:
+        attention.module = GroupedQueryAttention
+    attention.submodules.core_attention = ModuleSpec(
+        module=ContextParallelCore, params={"overlap": training.overlap_all_to_all}
+    )
