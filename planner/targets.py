@@ -1,4 +1,4 @@
-"""The paper's closed-form targets (section 5.1.1), reconstructed: docs/adr/0002 has the argument.
+"""The paper's closed-form targets (section 5.1.1), reconstructed: docs/adr/0004 has the argument.
 
 Replace `closed_form_targets` to try another formula: nothing else knows it.
 """

@@ -1,0 +1,1 @@
+"""Reproducible measurements; what they gave is recorded in `results/`."""
