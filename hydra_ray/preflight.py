@@ -8,6 +8,7 @@ from hydra_ray.config import Recipe
 from hydra_ray.data.index import SequenceIndex
 from hydra_ray.data.prepare import CorpusSummary, prepare_corpus
 from hydra_ray.data.tokenise import PrepareOptions
+from hydra_ray.data.tokenizer import BYTES, load_tokenizer
 from planner.errors import InfeasibleError, InputError
 from planner.registry import get_planner
 
@@ -86,10 +87,12 @@ def check_corpus(recipe: Recipe, index: SequenceIndex) -> None:
     """Whether every sequence fits the model's context and the pool.
 
     Raises:
-        InputError: a sequence is longer than the context.
+        InputError: a sequence is longer than the context, or the recipe names a tokenizer that
+            is not the corpus's.
         InfeasibleError: a sequence is longer than the pool holds, at the start or at
             `elastic.min` workers.
     """
+    _check_tokenizer(recipe, index)
     row = int(index.lengths.argmax())
     longest, named = int(index.lengths[row]), f"sequence {index.ids[row]}"
     if longest > recipe.context:
@@ -102,6 +105,19 @@ def check_corpus(recipe: Recipe, index: SequenceIndex) -> None:
     for workers, where in ((recipe.workers, "workers"), (recipe.elastic.min, "elastic.min")):
         if workers is not None:
             _check_pool_holds(recipe, workers, where, longest, named)
+
+
+def _check_tokenizer(recipe: Recipe, index: SequenceIndex) -> None:
+    """The corpus decides; a tokenizer file named beside it must be the one that made it."""
+    if recipe.data.tokenizer == BYTES:
+        return
+    if load_tokenizer(recipe.data.tokenizer).digest != index.info.tokenizer_digest:
+        raise InputError(
+            "the corpus was made with another tokenizer",
+            value=recipe.data.tokenizer,
+            limit=index.info.tokenizer,
+            remedy="Remove data.tokenizer, or prepare the corpus with it.",
+        )
 
 
 def _check_pool_holds(recipe: Recipe, workers: int, where: str, longest: int, named: str) -> None:

@@ -105,11 +105,11 @@ def _input_error(error: ValidationError) -> InputError:
     """The first problem in full; the others by key."""
     problems = error.errors(include_url=False)
     first = _describe(problems[0])
-    if len(problems) > 1:
-        others = ", ".join(sorted({_dotted(p) or p["msg"] for p in problems[1:]}))
-        first.remedy = f"{first.remedy} Also wrong: {others}.".strip()
-        return InputError(first.what, value=first.value, limit=first.limit, remedy=first.remedy)
-    return first
+    if len(problems) == 1:
+        return first
+    others = ", ".join(sorted({_dotted(p) or p["msg"] for p in problems[1:]}))
+    remedy = f"{first.remedy} Also wrong: {others}.".strip()
+    return InputError(first.what, value=first.value, limit=first.limit, remedy=remedy)
 
 
 def _describe(problem: ErrorDetails) -> InputError:

@@ -8,7 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 import yaml
+from tokenizers.models import BPE
 
 from hydra_ray.cli.app import run
 from hydra_ray.config import Recipe, load_recipe
@@ -75,6 +77,10 @@ def make_foreign(folder: Path) -> None:
     pq.write_table(pa.table({"text": ["a"]}), folder / "corpus.parquet")
 
 
+def make_tokenizer(folder: Path) -> None:
+    tokenizers.Tokenizer(BPE({"a": 0}, [])).save(str(folder / "tokenizer.json"))
+
+
 def make_run(folder: Path) -> None:
     (folder / "runs" / "run").mkdir(parents=True)
     (folder / "runs" / "run" / "config.yaml").write_text("name: run\n")
@@ -100,6 +106,11 @@ BAD_INPUT: dict[str, tuple[list[str], Callable[[Path], None], tuple[str, ...]]] 
     "too many workers": (["cpus_per_worker=1e4"], nothing, ("CPU cores", "cpus_per_worker")),
     "no GPU": (["gpus_per_worker=1e4"], nothing, ("GPUs", "gpus_per_worker")),
     "longer than cp_comm can cut": (["cp_comm=[1, 1]"], nothing, ("60 tokens", "degree 1 ")),
+    "another tokenizer": (
+        ["data.tokenizer=tokenizer.json"],
+        make_tokenizer,
+        ("another tokenizer", "tokenizer.json", "bytes"),
+    ),
     "existing name": ([], make_run, ("run", "--resume")),
     "nothing to resume": (["--resume"], nothing, ("resume",)),
 }
