@@ -23,6 +23,11 @@ CONTEXT = 512
 NUM_CPUS = 8  # logical: more workers than cores, each of one thread
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on Ray come last of all: the others fork, which a process full of threads may not."""
+    items.sort(key=lambda item: "cluster" in getattr(item, "fixturenames", ()))
+
+
 def write_corpus(path: Path, lengths: list[int]) -> Path:
     """Sequences that count upwards from a start of their own: something a model can learn."""
     info = CorpusInfo(tokenizer="bytes", tokenizer_digest="", vocab_size=257, context=CONTEXT)
