@@ -120,7 +120,6 @@ def _experts(model: ModelSpec, training: TrainingSpec) -> dict[str, Any]:
         "moe_router_topk": model.expert_top_k,
         "moe_ffn_hidden_size": model.expert_ffn_hidden_size or model.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": model.shared_expert_ffn_hidden_size or None,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "aux_loss" if model.aux_loss_coeff else "none",
         "moe_aux_loss_coeff": model.aux_loss_coeff,
         "moe_router_dtype": "fp64" if training.dtype == "float64" else "fp32",
@@ -137,7 +136,7 @@ def _parallel(training: TrainingSpec) -> dict[str, Any]:
         "expert_model_parallel_size": training.expert,
         "expert_tensor_parallel_size": 1,
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": "alltoall",  # lengths that vary need it, dense models too
         "calculate_per_token_loss": True,
         "deallocate_pipeline_outputs": True,
         # Interleaved stages whose previous and next stage are the same process exchange shapes

@@ -7,6 +7,7 @@ projections, norms, MLP and recompute are theirs. Only `forward` of the attentio
 Megatron's reads its CP group from the module, where every microbatch needs its own.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -153,18 +154,21 @@ class LatentAttention(MLASelfAttention):
         attention = self.core_attention.over(microbatch_of(packed_seq_params))
         angles, magnitude = self._angles(packed_seq_params.max_seqlen_q)
         rotate = rotation(angles, packed_seq_params, self.config, magnitude)
-        gate = self._gate if self.linear_gate is not None else None
-        out_THE = attend_latent(self, hidden_states, attention, rotate, gate)
+        project_gate = _without_bias(self.linear_gate) if self.linear_gate is not None else None
+        out_THE = attend_latent(self, hidden_states, attention, rotate, project_gate)
         return self.linear_proj(out_THE.reshape(out_THE.size(0), 1, -1))
-
-    def _gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        logits, _ = self.linear_gate(hidden_states)
-        return logits.squeeze(1)
 
     def _angles(self, longest: int) -> tuple[torch.Tensor, float]:
         """Rotary angles, and by how much YaRN scales the rotated part."""
         made = self.rotary_pos_emb(longest, packed_seq=True)
         return made if isinstance(made, tuple) else (made, 1.0)
+
+
+def _without_bias(
+    projection: ColumnParallelLinear,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """[T, 1, h] to [T, out] of one of Megatron's projections, which return their bias too."""
+    return lambda hidden: projection(hidden)[0].squeeze(1)
 
 
 def rotation(

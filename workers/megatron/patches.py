@@ -5,6 +5,7 @@ once, after the CPU shim.
 """
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ def apply() -> None:
     _run_without_transformer_engine()
     _splits_stay_on_the_host()
     _cross_entropy_keeps_float64()
+    _routing_keeps_float64()
 
 
 def _checkpoints_capture_the_microbatch() -> None:
@@ -94,3 +96,24 @@ def _cross_entropy_keeps_float64() -> None:
         return wide, torch.max(wide, dim=-1)[0]
 
     VocabParallelCrossEntropy.calculate_logits_max = staticmethod(logits_max)
+
+
+def _routing_keeps_float64() -> None:
+    """The router's softmax is computed in float32 whatever the logits are, as the loss is.
+
+    The cast is inside two long functions, so `moe_utils` is given a `torch` of its own.
+    """
+    base = moe_utils.torch
+
+    class TorchOfRouting(types.ModuleType):
+        """`torch`, but for one function."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(base, name)
+
+        @staticmethod
+        def softmax(logits: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+            """At least in `dtype`."""
+            return torch.softmax(logits, dim=dim, dtype=torch.promote_types(logits.dtype, dtype))
+
+    moe_utils.torch = TorchOfRouting("torch")
