@@ -1,13 +1,31 @@
-"""The exact optimum of tiny inputs, by trying every plan: the yardstick of the planners' tests."""
+"""The best plan of tiny inputs, by trying all: yardstick of the tests, and finish of hydra-opt."""
 
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from planner.cost import CostModel, FloatArray
+from planner.cost import CostModel, CostTable, FloatArray
 from planner.iteration import bubble_weight
 from planner.pool import IntArray, PoolShape
+
+
+class Solution(NamedTuple):
+    """The best plan found.
+
+    Args:
+        iteration_s: what it takes, or the time to beat if nothing beats it.
+        num_microbatches: M; 0 if nothing beats the time to beat.
+        microbatch: [groups] the MB of each group.
+        degree: [groups] index into the pool's degrees.
+        group_of: [N] the group of each sequence, longest first.
+    """
+
+    iteration_s: float
+    num_microbatches: int
+    microbatch: IntArray
+    degree: IntArray
+    group_of: IntArray
 
 
 def exact_iteration_s(
@@ -15,9 +33,7 @@ def exact_iteration_s(
 ) -> float:
     """The least iteration (`iteration_s`, whole pool) of any plan with the pool's degrees.
 
-    Sequences are placed longest first, each into every open group and into every new group that
-    free ranks allow; a branch ends when it cannot become better than the best plan so far.
-    Exponential in N: about a second for 8 sequences on 4 ranks.
+    Exponential in N: about a second for 8 sequences on 8 ranks.
 
     Args:
         lengths: [N] tokens of each sequence.
@@ -25,40 +41,65 @@ def exact_iteration_s(
         cost: the cost model.
         at_most_s: the time of a known plan, or infinity. Returned if nothing is better.
     """
-    table = cost.table(pool)
-    longest_first = -np.sort(-np.asarray(lengths, dtype=np.int64))[:, None]
+    if len(lengths) == 0:
+        return 0.0
+    longest_first = -np.sort(-np.asarray(lengths, dtype=np.int64))
+    return solve(longest_first, pool, cost.table(pool), at_most_s).iteration_s
+
+
+def solve(
+    longest_first: IntArray,
+    pool: PoolShape,
+    table: CostTable,
+    at_most_s: float,
+    most_nodes: int = np.iinfo(np.int64).max,
+) -> Solution:
+    """Branch and bound: the plan of the least iteration below `at_most_s`.
+
+    Sequences are placed longest first, each into every open group and into every new group that
+    free ranks allow; a branch ends when it cannot become better than the best plan so far.
+    Equal sequences are interchangeable, so each goes no further forward than the one before it.
+
+    Args:
+        longest_first: [N] lengths, falling.
+        pool: the pool.
+        table: its costs.
+        at_most_s: the time to beat.
+        most_nodes: give up a MB count after so many branches: the best so far is returned.
+    """
     unit = table.degrees * pool.pad_unit
-    tokens = -(-longest_first // unit) * pool.pad_unit
-    seconds = table.sequence_s(longest_first, np.arange(len(unit))[None, :])
+    tokens = -(-longest_first[:, None] // unit) * pool.pad_unit
+    seconds = table.sequence_s(longest_first[:, None], np.arange(len(unit))[None, :])
     seconds[tokens > pool.token_budget] = np.inf
+    is_repeat = (np.diff(longest_first, prepend=0) == 0).astype(np.int64)
     work = (seconds * table.degrees).min(axis=1)
     work_after = np.concatenate((np.cumsum(work[::-1])[::-1], [0.0]))
-    step = pool.legal_num_microbatches(1)
+    bubble, step = bubble_weight(pool), pool.legal_num_microbatches(1)
+    nothing = np.zeros(0, dtype=np.int64)
+    best = Solution(at_most_s, 0, nothing, nothing, nothing)
     # More microbatches than sequences leave one empty, which only costs.
     most = pool.legal_num_microbatches(len(longest_first))
-    best = at_most_s if len(longest_first) else 0.0
-    for num_microbatches in range(step, most + 1, step):
-        fixed = (num_microbatches + bubble_weight(pool)) * table.fixed_s
+    for count in range(step, most + 1, step):
+        fixed = (count + bubble) * table.fixed_s
         task = _Task(
-            seconds,
-            tokens,
-            table.degrees,
-            work_after,
-            pool.num_ranks,
-            pool.token_budget,
-            bubble_weight(pool),
-            fixed,
-        )
-        start = _start(len(longest_first), num_microbatches, pool)
-        best = _search(task, start, 0, 0, 0.0, best)
-    return float(best)
+            seconds, tokens, is_repeat, table.degrees, work_after, pool.num_ranks,
+            pool.token_budget, bubble, fixed,
+        )  # fmt: skip
+        branch = _start(len(longest_first), count, pool.num_ranks, most_nodes)
+        found = float(_search(task, branch, 0, 0, 0.0, best.iteration_s))
+        if found < best.iteration_s:
+            groups = int(branch.best_group_of.max()) + 1
+            microbatch, degree = branch.best_microbatch[:groups], branch.best_degree[:groups]
+            best = Solution(found, count, microbatch, degree, branch.best_group_of)
+    return best
 
 
 class _Task(NamedTuple):
-    """What does not change during a search."""
+    """What does not change during a search. A repeat is as long as the sequence before it."""
 
     seconds: FloatArray
     tokens: IntArray
+    is_repeat: IntArray
     degrees: IntArray
     work_after: FloatArray
     num_ranks: int
@@ -68,7 +109,7 @@ class _Task(NamedTuple):
 
 
 class _Branch(NamedTuple):
-    """The plan at hand: free ranks and height of each MB; MB, degree, load, tokens of groups."""
+    """The plan at hand (by MB, by group, by sequence), the nodes left, and the best plan."""
 
     free: IntArray
     height: FloatArray
@@ -76,16 +117,29 @@ class _Branch(NamedTuple):
     degree: IntArray
     load: FloatArray
     used: IntArray
+    group_of: IntArray
+    nodes_left: IntArray
+    best_microbatch: IntArray
+    best_degree: IntArray
+    best_group_of: IntArray
 
 
-def _start(num_sequences: int, num_microbatches: int, pool: PoolShape) -> _Branch:
+def _start(num_sequences: int, num_microbatches: int, num_ranks: int, most_nodes: int) -> _Branch:
+    def zeros() -> IntArray:
+        return np.zeros(num_sequences, dtype=np.int64)
+
     return _Branch(
-        np.full(num_microbatches, pool.num_ranks, dtype=np.int64),
-        np.zeros(num_microbatches),
-        np.zeros(num_sequences, dtype=np.int64),
-        np.zeros(num_sequences, dtype=np.int64),
-        np.zeros(num_sequences),
-        np.zeros(num_sequences, dtype=np.int64),
+        free=np.full(num_microbatches, num_ranks, dtype=np.int64),
+        height=np.zeros(num_microbatches),
+        microbatch=zeros(),
+        degree=zeros(),
+        load=np.zeros(num_sequences),
+        used=zeros(),
+        group_of=zeros(),
+        nodes_left=np.array([most_nodes]),
+        best_microbatch=zeros(),
+        best_degree=zeros(),
+        best_group_of=zeros(),
     )
 
 
@@ -98,16 +152,28 @@ def _open(branch: _Branch, group: int, microbatch: int, degree: int) -> None:
 
 
 @njit(cache=True)
+def _keep(branch: _Branch) -> None:
+    branch.best_microbatch[:] = branch.microbatch
+    branch.best_degree[:] = branch.degree
+    branch.best_group_of[:] = branch.group_of
+
+
+@njit(cache=True)
 def _search(
     task: _Task, branch: _Branch, sequence: int, num_groups: int, work: float, best: float
 ) -> float:
     """The best iteration below `best` that this branch leads to, else `best`."""
     heights: float = max(branch.height.sum(), (work + task.work_after[sequence]) / task.num_ranks)
     least = heights + task.bubble * float(branch.height.max()) + task.fixed_s
-    if least >= best or sequence == len(task.tokens):
-        return min(least, best)
+    branch.nodes_left[0] -= 1
+    if least >= best or branch.nodes_left[0] < 0:
+        return best
+    if sequence == len(task.tokens):
+        _keep(branch)
+        return least
     num_degrees = len(task.degrees)
-    for option in range(num_groups + len(branch.free) * num_degrees):
+    first = branch.group_of[sequence - 1] if task.is_repeat[sequence] else 0
+    for option in range(first, num_groups + len(branch.free) * num_degrees):
         group = min(option, num_groups)
         if option >= num_groups:
             microbatch, degree = divmod(option - num_groups, num_degrees)
@@ -120,6 +186,7 @@ def _search(
         width = task.degrees[degree] * (group == num_groups)
         if branch.used[group] + tokens > task.budget or width > branch.free[microbatch]:
             continue
+        branch.group_of[sequence] = group
         branch.load[group] = load + seconds
         branch.height[microbatch] = max(height, load + seconds)
         branch.used[group] += tokens

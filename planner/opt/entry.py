@@ -6,12 +6,13 @@ import numpy as np
 
 from planner.opt.compiled import entry_point, sources_digest
 from planner.opt.draft import Draft, draft_iteration_s, group_loads, make_draft, no_draft
-from planner.opt.search import best_targets
+from planner.opt.search import FEW, best_targets
 from planner.opt.task import Task, with_totals
 from planner.pool import IntArray
 
-# A target whose plan failed costs a try; so many plans that exist are compared.
-MOST_TRIES, MOST_PLANS = 24, 3
+# A target whose plan failed costs a try; so many plans that exist are compared, and more where
+# sequences are few: estimates take sequences for a fluid.
+MOST_TRIES, MOST_PLANS, MOST_PLANS_OF_FEW = 48, 3, 32
 
 
 def _fill_in(sources: str) -> Callable[[Task], Task]:
@@ -28,9 +29,10 @@ def _best_draft(sources: str) -> Callable[[Task], Draft]:
     def best_draft(task: Task) -> Draft:
         sources  # noqa: B018
         best, plans = no_draft(task), 0
+        most_plans = MOST_PLANS if len(task.lengths) > FEW else MOST_PLANS_OF_FEW
         found = best_targets(task)
         for at in range(min(MOST_TRIES, len(found.target))):
-            if plans == MOST_PLANS or found.estimate_s[at] >= best.iteration_s:
+            if plans == most_plans or found.estimate_s[at] >= best.iteration_s:
                 break
             draft = make_draft(task, found.target[at], found.num_microbatches[at])
             if draft.iteration_s < np.inf:

@@ -15,6 +15,8 @@ from planner.pool import IntArray
 PROMISING = 3
 BISECTIONS = 7
 LOWEST, HIGHEST = 0.7, 1.4
+# Batches of so few sequences are tried with so many targets more.
+FEW, GRID_POINTS = 1024, 64
 # The best target is varied by these factors.
 BESIDE = (0.985, 0.99, 0.995, 1.005, 1.01, 1.015)
 # MB counts are tried until so many in a row were worse than the best, at most so many.
@@ -43,7 +45,8 @@ def search(task: Task) -> Candidates:
     """
     work_s = even_load_s(task)
     counts = promising_counts(task, work_s)
-    capacity = len(counts) * BISECTIONS + len(task.degrees) + len(BESIDE)
+    grid = wide_grid(task, work_s)
+    capacity = len(counts) * BISECTIONS + len(grid) + len(task.degrees) + len(BESIDE)
     found = Candidates(np.empty(capacity), np.empty(capacity, np.int64), np.empty(capacity))
     used = 0
     for num_microbatches in counts:
@@ -55,6 +58,9 @@ def search(task: Task) -> Candidates:
             else:
                 high = middle
             used += 1
+    for target in grid:
+        evaluate(task, target, task.fewest, found, used)
+        used += 1
     for degree in range(len(task.degrees)):
         alone_s = load_alone_s(task, 0, degree)
         if alone_s < 2 * work_s / task.fewest:
@@ -66,6 +72,16 @@ def search(task: Task) -> Candidates:
         used += 1
     order = np.argsort(found.estimate_s[:used], kind="mergesort")
     return Candidates(found.target[order], found.num_microbatches[order], found.estimate_s[order])
+
+
+@kernel
+def wide_grid(task: Task, work_s: float) -> FloatArray:
+    """For a batch of few sequences, too coarse a fluid to find its level: targets of all sizes."""
+    if len(task.lengths) > FEW:
+        return np.empty(0)
+    low = LOWEST * work_s / (task.fewest + MOST_COUNTS * task.step)
+    high = max(2 * work_s / task.fewest, load_alone_s(task, 0, 0))
+    return low * (high / low) ** (np.arange(GRID_POINTS) / (GRID_POINTS - 1))
 
 
 @kernel

@@ -53,7 +53,7 @@ def place_singles(task: Task, sequences: IntArray, num_slots: int, share_s: floa
         return Slots(load, slot_of, 0)
     lengths, costs, degrees = task.lengths, task.costs, task.degrees
     budget, pad_unit = task.budget, task.pad_unit
-    longest = on_rank(lengths[sequences[0]], 0, costs, degrees, pad_unit)[1]
+    longest_s, longest = on_rank(lengths[sequences[0]], 0, costs, degrees, pad_unit)
     queue = _Queue(
         np.full(LEVELS_A_SHARE * TALLEST, NOBODY, np.int64),
         np.full(longest + 1, NOBODY, np.int64),
@@ -61,7 +61,8 @@ def place_singles(task: Task, sequences: IntArray, num_slots: int, share_s: floa
     )
     queue.by_level[0] = 0
     queue.following[num_slots - 1] = NOBODY
-    scale = LEVELS_A_SHARE / share_s
+    # If every sequence stands out above the others' level, there is no level.
+    scale = LEVELS_A_SHARE / max(share_s, longest_s / TALLEST)
     lowest, unparked_to = 0, longest
     for place in range(len(sequences)):
         seconds, tokens = on_rank(lengths[sequences[place]], 0, costs, degrees, pad_unit)

@@ -12,6 +12,8 @@ from planner.pool import IntArray, PoolShape
 # A sequence shorter than a quarter of the budget is "short": one of many that fill a rank, never
 # cut, and in the estimates a fluid. An eighth or a half give the same plans within 0.3%.
 SHORT_SHARE = 4
+# Where there are no more sequences than so many a rank, none is short.
+FEW_A_RANK = 8
 # A sequence joins a wider group only if its shards there are no thinner than this share of the
 # budget (128 tokens of 8192): thinner ones pay padding and traffic for nothing.
 THINNEST_SHARE = 64
@@ -57,7 +59,8 @@ class Task(NamedTuple):
 
 def make_task(longest_first: IntArray, pool: PoolShape, table: CostTable) -> Task:
     """The task of a batch whose lengths are sorted; `with_totals` fills in its sums. O(D)."""
-    short_from = pool.token_budget // SHORT_SHARE
+    few = len(longest_first) <= FEW_A_RANK * pool.num_ranks
+    short_from = 0 if few else pool.token_budget // SHORT_SHARE
     thinnest = max(1, pool.token_budget // THINNEST_SHARE)
     num_short = int(np.searchsorted(longest_first[::-1], short_from))
     linear_s = table.linear_s + table.alltoall_s
@@ -72,8 +75,8 @@ def make_task(longest_first: IntArray, pool: PoolShape, table: CostTable) -> Tas
         pad_unit=pool.pad_unit,
         budget=pool.token_budget,
         num_ranks=pool.num_ranks,
-        thinnest=thinnest,
-        num_joinable=int((2 * thinnest * table.degrees <= short_from).sum()),
+        thinnest=0 if few else thinnest,
+        num_joinable=int((2 * thinnest * table.degrees <= pool.token_budget // SHORT_SHARE).sum()),
         bubble=bubble_weight(pool),
         step=pool.legal_num_microbatches(1),
         fewest=0,
