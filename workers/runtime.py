@@ -11,6 +11,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,8 @@ from workers.megatron.initialise import initialise
 from workers.megatron.model import build_chunks
 from workers.megatron.naming import NamedParameter, canonical_parameters
 from workers.megatron.optimizer import PoolOptimizer, learning_rate, wrap_in_ddp
-from workers.microbatch import local_batches
+from workers.microbatch import LocalBatch, local_batches
+from workers.phases import StepClock, chrome_trace
 from workers.protocol import (
     Membership,
     ModelSpec,
@@ -46,7 +48,13 @@ from workers.protocol import (
 )
 from workers.sockets import Connections
 from workers.state import TrainState, adopt, capture, digest, needed, owned_keys
-from workers.step import agree, forward_backward, labelled_tokens, nonfinite_sequences
+from workers.step import (
+    agree,
+    forward_backward,
+    labelled_tokens,
+    microbatch_stats,
+    nonfinite_sequences,
+)
 from workers.transfer import furthest_state
 
 _SAVE_TIMEOUT_S = 600.0
@@ -260,8 +268,9 @@ class WorkerRuntime:
         start = time.perf_counter()
         here = self._here()
         batches = local_batches(payload, here.registry, _device(), keep_events=self._training.trace)
+        clock = StepClock(len(batches))
         here.optimizer.forget_gradients()
-        losses, stats = forward_backward(here.modules, batches)
+        losses = forward_backward(here.modules, batches, clock)
         grad_norm = here.optimizer.prepare()
         verdict = agree(losses, grad_norm, here.registry, _device())
         if verdict.token_count != labelled_tokens(payload):
@@ -272,7 +281,8 @@ class WorkerRuntime:
             )
         lr = learning_rate(command.step, self._training)
         if verdict.is_finite:
-            here.optimizer.apply(lr, grad_norm)
+            with clock.phase("update weights"):
+                here.optimizer.apply(lr, grad_norm)
             self._state = TrainState(step=command.step, tensors={})
         return StepResult(
             step=command.step,
@@ -286,8 +296,13 @@ class WorkerRuntime:
             step_s=time.perf_counter() - start,
             peak_bytes=_peak_bytes(),
             nonfinite_sequences=nonfinite_sequences(losses),
-            microbatches=tuple(stats),
+            microbatches=microbatch_stats(batches, clock),
+            trace_events=self._trace(clock, batches) if self._training.trace else (),
         )
+
+    def _trace(self, clock: StepClock, batches: list[LocalBatch]) -> tuple[dict[str, Any], ...]:
+        events = (event for batch in batches for event in batch.microbatch.counters.events)
+        return chrome_trace(self._here().membership.rank, clock.phases, events)
 
     def save_shard(self, folder: str) -> tuple[ShardInfo, ...]:
         """Write this process's share of a checkpoint; () if it has none to write.

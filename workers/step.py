@@ -8,7 +8,6 @@ plan never changes the objective.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from workers.groups import GroupRegistry
 from workers.microbatch import LocalBatch
+from workers.phases import StepClock
 from workers.protocol import MicrobatchStats, StepPayload
 
 
@@ -50,30 +50,31 @@ class PoolVerdict:
 
 
 def forward_backward(
-    modules: list[DistributedDataParallel], batches: list[LocalBatch]
-) -> tuple[list[MicrobatchLoss], list[MicrobatchStats]]:
+    modules: list[DistributedDataParallel], batches: list[LocalBatch], clock: StepClock
+) -> list[MicrobatchLoss]:
     """Run every microbatch, and sum and scale the gradients over the pool.
 
     Args:
         modules: DDP-wrapped chunks; their main gradients hold the result.
         batches: this rank's share of every microbatch of the step.
+        clock: measures the microbatches.
 
     Returns:
-        Losses, on the last pipeline stage only, and what each microbatch cost.
+        The loss of each microbatch, on the last pipeline stage only.
     """
     for module in modules:
         module.zero_grad_buffer()
-    clock = _Clock(len(batches))
     config = modules[0].config
     finalize = config.finalize_model_grads_func
 
     def finalize_after_last(*args: Any, **kwargs: Any) -> None:
-        clock.stop()
-        finalize(*args, **kwargs)
+        clock.leave_microbatch()
+        with clock.phase("sum gradients"):
+            finalize(*args, **kwargs)
 
     config.finalize_model_grads_func = finalize_after_last
     try:
-        losses = get_forward_backward_func()(
+        return get_forward_backward_func()(
             forward_step_func=_forward_step(clock),
             data_iterator=[iter(batches) for _ in modules],
             model=modules,
@@ -84,22 +85,22 @@ def forward_backward(
         )
     finally:
         config.finalize_model_grads_func = finalize
-    return losses, [_stats(batch, clock) for batch in batches]
 
 
 def _forward_step(
-    clock: "_Clock",
+    clock: StepClock,
 ) -> Callable[[Iterator[LocalBatch], Any], tuple[torch.Tensor, Callable[..., Any]]]:
     def forward_step(batches: Iterator[LocalBatch], model: Any) -> Any:
         batch = next(batches)
-        clock.start(batch.microbatch.index)
-        loss_T = model(
-            input_ids=batch.token_ids_T[None],
-            position_ids=None,
-            attention_mask=None,
-            labels=batch.labels_T[None],
-            packed_seq_params=batch.params,
-        )
+        clock.enter_microbatch(batch.microbatch.index)
+        with clock.phase("forward"):
+            loss_T = model(
+                input_ids=batch.token_ids_T[None],
+                position_ids=None,
+                attention_mask=None,
+                labels=batch.labels_T[None],
+                packed_seq_params=batch.params,
+            )
         return loss_T, lambda output: _sum_loss(output, batch)
 
     return forward_step
@@ -158,33 +159,12 @@ def labelled_tokens(payload: StepPayload) -> int:
     return int((payload.plan.lengths - 1).sum())
 
 
-class _Clock:
-    """Wall and CPU time of each microbatch: from its forward to the next one's.
-
-    Without a pipeline that is its forward and backward. In a pipeline other microbatches'
-    backwards fall between, and a slot is what is measured.
-    """
-
-    def __init__(self, num_microbatches: int) -> None:
-        self.wall_s = [0.0] * num_microbatches
-        self.cpu_s = [0.0] * num_microbatches
-        self._running: tuple[int, float, float] | None = None
-
-    def start(self, microbatch: int) -> None:
-        """A forward of `microbatch` begins."""
-        self.stop()
-        self._running = (microbatch, time.perf_counter(), time.thread_time())
-
-    def stop(self) -> None:
-        """The running slot ends."""
-        if self._running is not None:
-            microbatch, wall, cpu = self._running
-            self.wall_s[microbatch] += time.perf_counter() - wall
-            self.cpu_s[microbatch] += time.thread_time() - cpu
-            self._running = None
+def microbatch_stats(batches: list[LocalBatch], clock: StepClock) -> tuple[MicrobatchStats, ...]:
+    """What each microbatch of the step cost this rank."""
+    return tuple(_stats(batch, clock) for batch in batches)
 
 
-def _stats(batch: LocalBatch, clock: _Clock) -> MicrobatchStats:
+def _stats(batch: LocalBatch, clock: StepClock) -> MicrobatchStats:
     microbatch = batch.microbatch
     counters = microbatch.counters
     return MicrobatchStats(

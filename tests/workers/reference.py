@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -88,6 +89,7 @@ def _reference(
     patches.apply()
     pool = PoolShape(num_ranks=1, token_budget=1)
     GroupRegistry(membership_of(rank, world_size, port, training), pool, training)
+    model_parallel_cuda_manual_seed(training.seed)
     gpt = _stock_model(model, training)
     parameters = canonical_parameters([gpt])
     initialise(parameters, seed=training.seed, num_layers=model.num_layers)

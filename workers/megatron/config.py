@@ -56,7 +56,8 @@ def _divides(divisor: int, value: int, name: str, what: str) -> None:
 def transformer_config(model: ModelSpec, training: TrainingSpec) -> TransformerConfig:
     """Megatron's configuration: one CP rank (CP is ours, per microbatch), no fusions.
 
-    Weights are filled by `initialise`, so Megatron's own initialisation is off.
+    Weights are filled by `initialise`; Megatron's own initialisation still marks which of them
+    are split over tensor ranks, so it must run.
     """
     kind = MLATransformerConfig if model.attention == "mla" else TransformerConfig
     return kind(
@@ -69,6 +70,10 @@ def transformer_config(model: ModelSpec, training: TrainingSpec) -> TransformerC
         params_dtype=DTYPES[training.dtype],
         pipeline_dtype=DTYPES[training.dtype],
     )
+
+
+def _leave_unfilled(weight: torch.Tensor) -> None:
+    """Megatron's hook for filling a weight."""
 
 
 def _shape(model: ModelSpec) -> dict[str, Any]:
@@ -88,7 +93,9 @@ def _shape(model: ModelSpec) -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
-        "perform_initialization": False,
+        "init_method": _leave_unfilled,
+        "output_layer_init_method": _leave_unfilled,
+        "embedding_init_method": _leave_unfilled,
     }
 
 
