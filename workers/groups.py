@@ -89,7 +89,7 @@ class GroupRegistry:
         self.num_ranks = membership.num_ranks
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
         self._splits: dict[tuple[int, int, int], CPGroups] = {}
-        timeout = timedelta(seconds=membership.timeout_s)
+        timeout = timedelta(seconds=membership.join_timeout_s)
         dist.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo",
             store=connect(membership),
@@ -98,10 +98,11 @@ class GroupRegistry:
             timeout=timeout,
         )
         try:
-            _open_parallel_state(training, membership.timeout_s)
+            _open_parallel_state(training, membership.join_timeout_s)
             # Megatron's CP group has one rank, for here CP belongs to each microbatch.
             self._groups[(self.place.hdp,)] = parallel_state.get_context_parallel_group()
             self._open_pool_groups(pool, training, timeout)
+            self._allow(timedelta(seconds=membership.timeout_s))
         except BaseException:
             self.close()
             raise
@@ -121,6 +122,12 @@ class GroupRegistry:
                     group = dist.new_group(ranks, timeout=timeout)
                     if is_mine and self.place.hdp in subset:
                         self._groups[subset] = group
+
+    def _allow(self, timeout: timedelta) -> None:
+        """From now on a collective of any group may take `timeout`."""
+        world = dist.distributed_c10d
+        for group in world._world.pg_map:  # noqa: SLF001 - torch has no public list
+            world._set_pg_timeout(timeout, group)  # noqa: SLF001 - nor a public setter
 
     @property
     def count(self) -> int:

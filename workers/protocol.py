@@ -76,6 +76,9 @@ class Membership:
     `world_size` = num_ranks * tensor * pipeline processes; `rank` is the process's place among
     them in Megatron's order (tensor fastest, then HDP, then pipeline). The store at
     `store_host:store_port` outlives every worker; a generation uses its own prefix in it.
+
+    A collective may take `timeout_s`, which is long, since whoever hangs on a lost peer is freed
+    from outside. Nobody can be freed from the meeting itself, so that has `join_timeout_s`.
     """
 
     generation: int
@@ -85,6 +88,7 @@ class Membership:
     store_host: str
     store_port: int
     timeout_s: float = 30.0
+    join_timeout_s: float = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

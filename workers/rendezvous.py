@@ -55,6 +55,6 @@ def connect(membership: Membership) -> "PrefixStore":
         membership.store_host,
         membership.store_port,
         is_master=False,
-        timeout=timedelta(seconds=membership.timeout_s),
+        timeout=timedelta(seconds=membership.join_timeout_s),
     )
     return PrefixStore(f"generation{membership.generation}", store)

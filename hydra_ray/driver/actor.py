@@ -15,7 +15,7 @@ from hydra_ray.driver.checkpoints import Checkpoints
 from hydra_ray.driver.crew import RayCrew, WorkerNeeds
 from hydra_ray.driver.decisions import Limits
 from hydra_ray.driver.errors import RunNotFoundError
-from hydra_ray.driver.generation import StoreAddress
+from hydra_ray.driver.generation import Rendezvous
 from hydra_ray.driver.journal import Journal, Line
 from hydra_ray.driver.loop import Settings, Timeouts, TrainingLoop
 from hydra_ray.driver.placement import UnitShape
@@ -106,7 +106,7 @@ class Driver:
                     directory=order.directory,
                     journal=self._journal,
                     requests=self._requests,
-                    store=StoreAddress(host=store.host, port=store.port),
+                    rendezvous=Rendezvous(host=store.host, port=store.port),
                 ).run()
             finally:
                 crew.close()

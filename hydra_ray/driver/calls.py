@@ -12,6 +12,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from planner.errors import HydraError
 from workers.errors import StepFailedError
 
+GRACE_S = 30.0  # more than the meeting of a generation may take: nobody can be freed from that
+
 log = logging.getLogger(__name__)
 
 
@@ -37,7 +39,7 @@ def gather(
     refs: Mapping[int, Any],
     *,
     timeout_s: float,
-    grace_s: float = 15.0,
+    grace_s: float = GRACE_S,
     unblock: Callable[[list[int]], None] | None = None,
 ) -> Answers:
     """Wait for one reference of each worker; never longer than `timeout_s + grace_s`.

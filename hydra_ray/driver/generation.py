@@ -18,11 +18,19 @@ class WorkersLostError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreAddress:
-    """Where the rendezvous store listens; it outlives every worker."""
+class Rendezvous:
+    """Where workers meet, and how patient they are.
+
+    Args:
+        host, port: the store, which outlives every worker.
+        join_timeout_s: limit of the meeting, from which nobody can be freed.
+        collective_timeout_s: limit of a collective; long, since `abort` frees who hangs in one.
+    """
 
     host: str
     port: int
+    join_timeout_s: float = 20.0
+    collective_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +45,7 @@ class Generation:
 
 
 def memberships(
-    workers: Sequence[int],
-    number: int,
-    num_ranks: int,
-    store: StoreAddress,
-    collective_timeout_s: float,
+    workers: Sequence[int], number: int, num_ranks: int, rendezvous: Rendezvous
 ) -> dict[int, Membership]:
     """Each worker's place in generation `number`; `workers` are in rank order."""
     return {
@@ -50,9 +54,10 @@ def memberships(
             rank=rank,
             world_size=len(workers),
             num_ranks=num_ranks,
-            store_host=store.host,
-            store_port=store.port,
-            timeout_s=collective_timeout_s,
+            store_host=rendezvous.host,
+            store_port=rendezvous.port,
+            timeout_s=rendezvous.collective_timeout_s,
+            join_timeout_s=rendezvous.join_timeout_s,
         )
         for rank, worker in enumerate(workers)
     }
@@ -65,9 +70,8 @@ def form(
     *,
     pool: PoolShape,
     shape: UnitShape,
-    store: StoreAddress,
+    rendezvous: Rendezvous,
     timeout_s: float,
-    collective_timeout_s: float,
 ) -> Generation:
     """Join all workers of `units` into generation `number`, in step with one another.
 
@@ -78,7 +82,7 @@ def form(
         WorkersLostError: a worker was lost on the way; nothing of the generation stands.
     """
     workers = rank_order([crew.workers_of(unit) for unit in units], shape)
-    places = memberships(workers, number, pool.num_ranks, store, collective_timeout_s)
+    places = memberships(workers, number, pool.num_ranks, rendezvous)
     joined = crew.call(workers, "join", lambda w: (places[w], pool), timeout_s=timeout_s)
     if not joined.complete:
         raise WorkersLostError(joined.lost)

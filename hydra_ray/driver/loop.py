@@ -25,7 +25,7 @@ from hydra_ray.driver.decisions import (
     decide,
 )
 from hydra_ray.driver.errors import CheckpointError, NonFiniteLossError
-from hydra_ray.driver.generation import Generation, StoreAddress, WorkersLostError, form
+from hydra_ray.driver.generation import Generation, Rendezvous, WorkersLostError, form
 from hydra_ray.driver.journal import Journal
 from hydra_ray.driver.placement import UnitShape
 from hydra_ray.driver.preparation import Preparation, PreparedStep, StepKey
@@ -54,7 +54,6 @@ class Timeouts:
 
     step_s: float = 1800.0
     form_s: float = 120.0
-    collective_s: float = 60.0
     save_s: float = 1800.0
     grow_s: float = 120.0
 
@@ -89,7 +88,7 @@ class TrainingLoop:
         directory: the run directory.
         journal: what is told outside.
         requests: what users ask.
-        store: the rendezvous of every generation.
+        rendezvous: where every generation meets.
     """
 
     def __init__(
@@ -102,11 +101,11 @@ class TrainingLoop:
         directory: RunDirectory,
         journal: Journal,
         requests: Requests,
-        store: StoreAddress,
+        rendezvous: Rendezvous,
     ) -> None:
         self._settings, self._crew, self._preparation = settings, crew, preparation
         self._checkpoints, self._directory, self._journal = checkpoints, directory, journal
-        self._requests, self._store = requests, store
+        self._requests, self._rendezvous = requests, rendezvous
         self._applied, self._cursor = 0, DataCursor()
         self._last_saved = 0
         self._generation: Generation | None = None
@@ -267,9 +266,8 @@ class TrainingLoop:
             units,
             pool=settings.pool_of(len(units)),
             shape=settings.shape,
-            store=self._store,
+            rendezvous=self._rendezvous,
             timeout_s=settings.timeouts.form_s,
-            collective_timeout_s=settings.timeouts.collective_s,
         )
         self._agree(generation)
         self._generation, self._stands = generation, True

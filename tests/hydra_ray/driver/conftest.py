@@ -13,7 +13,7 @@ from hydra_ray.data.index import SequenceIndex
 from hydra_ray.data.writer import CorpusWriter
 from hydra_ray.driver.checkpoints import Checkpoints
 from hydra_ray.driver.decisions import Limits
-from hydra_ray.driver.generation import StoreAddress
+from hydra_ray.driver.generation import Rendezvous
 from hydra_ray.driver.journal import Journal
 from hydra_ray.driver.loop import Settings, TrainingLoop
 from hydra_ray.driver.placement import UnitShape
@@ -78,7 +78,7 @@ class Bench:
             directory=self.directory,
             journal=self.journal,
             requests=self.requests,
-            store=StoreAddress(host="nowhere", port=1),
+            rendezvous=Rendezvous(host="nowhere", port=1),
         )
 
     def ids(self) -> list[list[int]]:
