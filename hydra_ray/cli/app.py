@@ -13,6 +13,7 @@ import typer
 from hydra_ray.cli import control
 from hydra_ray.cli.doctor import doctor
 from hydra_ray.cli.output import say_error
+from hydra_ray.cli.plan import plan
 from hydra_ray.cli.prepare import prepare
 from hydra_ray.cli.report import report
 from hydra_ray.cli.submit import submit
@@ -36,6 +37,7 @@ def _frame() -> None:
 app.command()(prepare)
 app.command()(doctor)
 app.command()(report)
+app.command()(plan)
 app.command()(train)
 app.command()(submit)
 app.command(name="list")(control.list_runs)
