@@ -36,7 +36,7 @@ class LiveRun:
 def embedded_ray(*, dashboard: bool) -> Iterator[str]:
     """A Ray cluster of this process's own, ended with the block; yields its dashboard's URL.
 
-    It never joins a cluster that is already there, and `ray stop` is never called.
+    It never joins a cluster that is already there.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     context = ray.init(
