@@ -31,6 +31,9 @@ class TrainState:
     tensors: Mapping[str, torch.Tensor]
 
 
+NO_STATE = TrainState(step=0, tensors={})
+
+
 def keys_of(item: NamedParameter, slots: tuple[str, ...]) -> dict[str, str]:
     """The key of each slot of a parameter of this process."""
     part = ""
@@ -82,20 +85,27 @@ def adopt(state: TrainState, parameters: list[NamedParameter], optimizer: PoolOp
     Raises:
         StateError: the state lacks a tensor this process needs, or its shape differs.
     """
+    for item in parameters:  # all of it is checked before any of it is changed
+        for key in keys_of(item, optimizer.slots()).values():
+            _check_fits(state, key, item)
     with torch.no_grad():
         for item in parameters:
-            slices = optimizer.slices(item.name)
-            for slot, key in keys_of(item, optimizer.slots()).items():
-                whole = _checked(state, key, item)
-                if slot == "weight":
-                    item.parameter.copy_(whole)
-                if slot in slices:
-                    start, values = slices[slot].start, slices[slot].values
-                    values.copy_(whole.reshape(-1)[start : start + values.numel()])
+            _fill(item, optimizer, state)
     optimizer.set_step(state.step)
 
 
-def _checked(state: TrainState, key: str, item: NamedParameter) -> torch.Tensor:
+def _fill(item: NamedParameter, optimizer: PoolOptimizer, state: TrainState) -> None:
+    slices = optimizer.slices(item.name)
+    for slot, key in keys_of(item, optimizer.slots()).items():
+        whole = state.tensors[key]
+        if slot == "weight":
+            item.parameter.copy_(whole)
+        if slot in slices:
+            start, values = slices[slot].start, slices[slot].values
+            values.copy_(whole.reshape(-1)[start : start + values.numel()])
+
+
+def _check_fits(state: TrainState, key: str, item: NamedParameter) -> None:
     tensor = state.tensors.get(key)
     if tensor is None or tensor.shape != item.parameter.shape:
         raise StateError(
@@ -104,7 +114,6 @@ def _checked(state: TrainState, key: str, item: NamedParameter) -> torch.Tensor:
             limit=tuple(item.parameter.shape),
             remedy="Resume with the model and the tensor-parallel size the state was made with.",
         )
-    return tensor
 
 
 def needed(parameters: list[NamedParameter], optimizer: PoolOptimizer) -> dict[str, torch.Tensor]:

@@ -187,15 +187,15 @@ def parameter_parts(
     runtime: WorkerRuntime, of: Callable[[Any], torch.Tensor] = lambda parameter: parameter.data
 ) -> list[Part]:
     """This rank's part of every weight, or of what `of` finds on the parameter."""
-    here = runtime._here()
+    replica, _ = runtime._here()
     return [
         Part(
             item.name,
             of(item.parameter).detach().clone().to(torch.float64).numpy(),
             item.split_dim,
-            here.registry.place.tensor,
+            replica.registry.place.tensor,
         )
-        for item in here.parameters
+        for item in replica.parameters
     ]
 
 

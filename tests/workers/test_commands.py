@@ -98,7 +98,7 @@ def poisoned_step(rank: int, world_size: int, port: int) -> tuple[bool, tuple[in
     runtime = joined(rank, world_size, port, GQA, TRAINING)
     embedding = next(
         item.parameter
-        for item in runtime._here().parameters
+        for item in runtime._here()[0].parameters
         if item.name == "embedding.word_embeddings.weight"
     )
     with torch.no_grad():
