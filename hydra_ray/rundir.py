@@ -5,6 +5,7 @@
         steps.jsonl       one line a step
         events.jsonl      one line a change: membership, checkpoints, state, errors
         run.log           the driver's log
+        trace.json        Chrome trace slices of every step, when tracing; Perfetto opens it
         endpoint.json     where the live driver answers
         checkpoints/      step_000020/ each, valid once it holds manifest.json
 
@@ -21,13 +22,8 @@ from typing import Any
 
 from planner.errors import InputError
 
-CONFIG, STEPS, EVENTS, LOG, ENDPOINT = (
-    "config.yaml",
-    "steps.jsonl",
-    "events.jsonl",
-    "run.log",
-    "endpoint.json",
-)
+CONFIG, STEPS, EVENTS = "config.yaml", "steps.jsonl", "events.jsonl"
+LOG, TRACE, ENDPOINT = "run.log", "trace.json", "endpoint.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +79,14 @@ class RunDirectory:
         record = {"time": time.time(), "event": event, **facts}
         append_line(self.root / EVENTS, record)
         return record
+
+    def append_trace(self, slices: Iterable[dict[str, Any]]) -> None:
+        """Add slices to trace.json: a JSON array whose end the trace format lets us leave open."""
+        lines = "".join(json.dumps(entry) + ",\n" for entry in slices)
+        if lines:
+            path = self.root / TRACE
+            with path.open("a", encoding="utf-8") as file:
+                file.write(lines if file.tell() else "[\n" + lines)
 
     def steps(self) -> list[dict[str, Any]]:
         """Every line of steps.jsonl."""

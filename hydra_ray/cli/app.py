@@ -46,6 +46,7 @@ for command in (
     control.events,
     control.logs,
     control.scale,
+    control.drain,
     control.checkpoint,
     control.stop,
 ):

@@ -92,6 +92,24 @@ def scale(
         say(f"{run}: {num_workers} workers " + ("reached" if reached else "asked for"))
 
 
+def drain(
+    run: RunArgument,
+    name: Annotated[str, typer.Argument(metavar="WORKER|NODE", help="As `status` shows them.")],
+    storage_path: StorageOption = "runs",
+    address: AddressOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Take a worker, or all workers of a node, out of a run for good; others take their place."""
+    from hydra_ray.cli.connect import connected_driver
+
+    with connected_driver(run, storage_path, address) as driver:
+        workers = _answer(driver.drain.remote(name))
+    if as_json:
+        say_json({"run": run, "leaving": workers})
+    else:
+        say(f"{run}: workers {', '.join(map(str, workers))} will leave")
+
+
 def checkpoint(
     run: RunArgument,
     storage_path: StorageOption = "runs",

@@ -1,6 +1,7 @@
 """The driver: one named actor a run. One thread trains; the others answer in milliseconds."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ from hydra_ray.driver.decisions import Limits
 from hydra_ray.driver.errors import RunNotFoundError
 from hydra_ray.driver.generation import Rendezvous
 from hydra_ray.driver.journal import Journal, Line
-from hydra_ray.driver.loop import Settings, Timeouts, TrainingLoop
+from hydra_ray.driver.loop import TrainingLoop
 from hydra_ray.driver.placement import UnitShape
 from hydra_ray.driver.preparation import Preparation
 from hydra_ray.driver.requests import Requests
+from hydra_ray.driver.settings import Settings, Timeouts
 from hydra_ray.driver.states import RunState
 from hydra_ray.preflight import smallest_pool
 from hydra_ray.rundir import Endpoint, RunDirectory
@@ -59,7 +61,8 @@ class Driver:
         self._unit = order.recipe.parallel.scale_unit
         self._requests = Requests(order.recipe.workers // self._unit)
         self._journal = Journal(order.directory)
-        self._journal.know(run=order.run, num_steps=order.recipe.steps)
+        self._journal.know(run=order.run, num_steps=order.recipe.steps, driver_pid=os.getpid())
+        self._crew: RayCrew | None = None
 
     def __repr__(self) -> str:
         return f"Driver({self._order.run})"
@@ -97,6 +100,7 @@ class Driver:
                 batches, get_planner(recipe.planner), recipe.cost_model(), ray.put
             )
             crew = RayCrew(self._needs(index), heartbeat_s=recipe.elastic.heartbeat_s)
+            self._crew = crew
             try:
                 return TrainingLoop(
                     _settings(recipe, index),
@@ -155,6 +159,30 @@ class Driver:
         operation = self._requests.scale(num_workers // self._unit)
         self._journal.event("scale", workers=num_workers, operation=operation)
         return operation
+
+    @ray.method(concurrency_group="control")
+    def drain(self, name: str) -> list[int]:
+        """Ask a worker (by its number) or all workers of a node (by its id) to leave for good.
+
+        Returns:
+            The workers that will leave, whole scale units at a time.
+
+        Raises:
+            InputError: no loaded worker is meant by `name`.
+        """
+        crew = self._crew
+        units = [] if crew is None else crew.units_at(name)
+        if crew is None or not units:
+            raise InputError(
+                "no worker or node of that name",
+                value=name,
+                remedy="hydra-ray status shows the workers and their nodes.",
+            )
+        for unit in units:
+            self._requests.retire(unit)
+        workers = [worker for unit in units for worker in crew.workers_of(unit)]
+        self._journal.event("drain", name=name, workers=workers)
+        return workers
 
     @ray.method(concurrency_group="control")
     def save(self) -> None:

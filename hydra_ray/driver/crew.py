@@ -160,6 +160,16 @@ class RayCrew:
         """The worker ids of a unit."""
         return tuple(worker.worker_id for worker in self._units[unit].workers)
 
+    def units_at(self, name: str) -> list[int]:
+        """Loaded units with a worker of this number or on this node; safe from any thread."""
+        with self._lock:
+            units = [(unit, held) for unit, held in self._units.items() if not held.loading]
+        return [
+            unit
+            for unit, held in units
+            if any(name in {str(worker.worker_id), worker.node_id} for worker in held.workers)
+        ]
+
     def loaded_workers(self) -> dict[int, Worker]:
         """Every loaded worker by id; safe from any thread."""
         with self._lock:

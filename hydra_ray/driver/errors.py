@@ -15,6 +15,10 @@ class NotEnoughWorkersError(HydraError):
     """The run has fewer workers than its minimum, and waited for more in vain."""
 
 
+class SuspectSequencesError(HydraError):
+    """The same sequences were on workers that were lost, twice in one step."""
+
+
 class CheckpointError(HydraError):
     """A checkpoint cannot be written or read."""
 

@@ -6,8 +6,7 @@ consists of: the last applied step, the cursor of the next batch, and the genera
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from hydra_ray.data.batches import DataCursor
 from hydra_ray.driver.checkpoints import Checkpoints, Manifest
@@ -16,7 +15,6 @@ from hydra_ray.driver.decisions import (
     Cause,
     Fail,
     Finish,
-    Limits,
     Reform,
     Save,
     Train,
@@ -24,19 +22,17 @@ from hydra_ray.driver.decisions import (
     Wait,
     decide,
 )
-from hydra_ray.driver.errors import CheckpointError, NonFiniteLossError
+from hydra_ray.driver.errors import CheckpointError
 from hydra_ray.driver.generation import Generation, Rendezvous, WorkersLostError, form
 from hydra_ray.driver.journal import Journal
-from hydra_ray.driver.placement import UnitShape
 from hydra_ray.driver.preparation import Preparation, PreparedStep, StepKey
-from hydra_ray.driver.records import step_record
+from hydra_ray.driver.records import refuse_nonfinite, step_record
 from hydra_ray.driver.requests import Requests
 from hydra_ray.driver.saving import restore_newest, write_shards
+from hydra_ray.driver.settings import Settings
 from hydra_ray.driver.states import RunState
+from hydra_ray.driver.suspects import Suspects, held_by
 from hydra_ray.rundir import RunDirectory
-from planner.cost import CostModel
-from planner.pool import PoolShape
-from workers.protocol import StepResult
 
 REFORMING: Mapping[Cause, RunState] = {
     "start": RunState.STARTING,
@@ -46,35 +42,6 @@ REFORMING: Mapping[Cause, RunState] = {
     "failure": RunState.RECOVERING,
 }
 LOOK_AROUND_S = 0.1  # how long a standing run waits before it looks at its requests again
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """Limits of the loop's calls, in seconds."""
-
-    step_s: float = 1800.0
-    form_s: float = 120.0
-    save_s: float = 1800.0
-    grow_s: float = 120.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the recipe sets for the loop; `pool_of` gives the pool of a number of units."""
-
-    num_steps: int
-    limits: Limits
-    shape: UnitShape
-    pool_of: Callable[[int], PoolShape]
-    cost: CostModel
-    seed: int
-    corpus: str
-    config: dict[str, object]
-    standbys: int = 0
-    save_every: int = 0
-    keep: int = 2
-    failure_window_s: float = 3600.0
-    timeouts: Timeouts = Timeouts()
 
 
 class TrainingLoop:
@@ -112,6 +79,7 @@ class TrainingLoop:
         self._stands = False
         self._number = max((r["generation"] for r in directory.steps()), default=0)
         self._in_flight: PreparedStep | None = None
+        self._suspects = Suspects()
         self._failures: deque[float] = deque()
         self._last_failure = ""
         self._still_since = self._loading_since = time.monotonic()
@@ -220,25 +188,16 @@ class TrainingLoop:
         )
         results = list(answers.results.values())
         self._still_since = time.monotonic()
-        self._refuse_nonfinite(key.step, results)
+        refuse_nonfinite(key.step, results)
         if results:
             wall_s = time.monotonic() - started
             self._advance(step_record(prepared, results, self._settings.cost, wall_s=wall_s))
+            self._directory.append_trace(entry for r in results for entry in r.trace_events)
         if not answers.complete:
+            if not results:
+                ids = held_by(generation, prepared, answers.lost, self._settings.shape)
+                self._suspects.blame(key.step, ids)
             raise WorkersLostError(answers.lost)
-
-    def _refuse_nonfinite(self, step: int, results: list[StepResult]) -> None:
-        refused = [result for result in results if not result.applied]
-        if not refused:
-            return
-        ids = sorted({i for result in refused for i in result.nonfinite_sequences})
-        raise NonFiniteLossError(
-            f"the loss or gradient of step {step} is not finite; the step was not applied",
-            value=f"sequence ids {ids}" if ids else f"gradient norm {refused[0].grad_norm}",
-            limit="finite numbers",
-            remedy="Look at these sequences, lower optimizer.lr or set optimizer.clip_grad; "
-            "then continue from the last checkpoint with --resume.",
-        )
 
     def _advance(self, record: dict[str, object]) -> None:
         """Step `in_flight` is applied: it is told, and the next batch is due."""

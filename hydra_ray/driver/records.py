@@ -1,4 +1,4 @@
-"""One line of steps.jsonl: what a step was, and what it cost."""
+"""What came of a step: its line of steps.jsonl, or why no worker applied it."""
 
 import time
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from hydra_ray.driver.errors import NonFiniteLossError
 from hydra_ray.driver.preparation import PreparedStep
 from planner.cost import CostModel
 from planner.iteration import iteration_s, rank_loads_s
@@ -65,3 +66,22 @@ def bytes_sent(results: Sequence[StepResult]) -> dict[str, int]:
             for kind, num_bytes in microbatch.bytes_sent.items():
                 total[kind] = total.get(kind, 0) + num_bytes
     return total
+
+
+def refuse_nonfinite(step: int, results: Sequence[StepResult]) -> None:
+    """Stop at a step that no worker applied.
+
+    Raises:
+        NonFiniteLossError: a loss or gradient of `step` was not finite.
+    """
+    refused = [result for result in results if not result.applied]
+    if not refused:
+        return
+    ids = sorted({i for result in refused for i in result.nonfinite_sequences})
+    raise NonFiniteLossError(
+        f"the loss or gradient of step {step} is not finite; the step was not applied",
+        value=f"sequence ids {ids}" if ids else f"gradient norm {refused[0].grad_norm}",
+        limit="finite numbers",
+        remedy="Look at these sequences, lower optimizer.lr or set optimizer.clip_grad; "
+        "then continue from the last checkpoint with --resume.",
+    )

@@ -15,10 +15,11 @@ from hydra_ray.driver.checkpoints import Checkpoints
 from hydra_ray.driver.decisions import Limits
 from hydra_ray.driver.generation import Rendezvous
 from hydra_ray.driver.journal import Journal
-from hydra_ray.driver.loop import Settings, TrainingLoop
+from hydra_ray.driver.loop import TrainingLoop
 from hydra_ray.driver.placement import UnitShape
 from hydra_ray.driver.preparation import Preparation
 from hydra_ray.driver.requests import Requests
+from hydra_ray.driver.settings import Settings
 from hydra_ray.rundir import RunDirectory
 from planner.pool import PoolShape
 from planner.presets import DENSE

@@ -58,7 +58,7 @@ class FakeCrew:
         self.commands: list[StepCommand] = []
         self.files = shared if shared is not None else {}
         self.capacity = capacity
-        self._faults = list(faults)
+        self.faults = list(faults)
         self._loading: dict[int, int] = {}
         self._load_turns, self._loss_of = load_turns, loss_of
         self._next_unit = 0
@@ -132,9 +132,9 @@ class FakeCrew:
         return answers
 
     def _fault(self, worker: int, method: str, step: int | None = None) -> Fault | None:
-        for fault in self._faults:
+        for fault in self.faults:
             if (fault.worker, fault.method) == (worker, method) and fault.step in {None, step}:
-                self._faults.remove(fault)
+                self.faults.remove(fault)
                 return fault
         return None
 

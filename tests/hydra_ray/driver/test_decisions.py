@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_ray.driver.decisions import (
@@ -82,6 +82,7 @@ def test_failures_beyond_the_limit_and_vain_waits_end_the_run():
 UNITS = st.lists(st.integers(0, 12), unique=True, max_size=9).map(tuple)
 
 
+@settings(deadline=None)
 @given(
     members=UNITS,
     ready=UNITS,

@@ -10,9 +10,10 @@ from hydra_ray.driver.errors import (
     CheckpointError,
     NonFiniteLossError,
     NotEnoughWorkersError,
+    SuspectSequencesError,
     TooManyFailuresError,
 )
-from hydra_ray.driver.loop import Timeouts
+from hydra_ray.driver.settings import Timeouts
 from hydra_ray.driver.states import RunState
 from tests.hydra_ray.driver.fake_crew import FakeCrew, Fault
 
@@ -179,7 +180,7 @@ def test_below_the_minimum_the_run_waits_and_then_fails(bench):
     crew.staff = staff
     with pytest.raises(NotEnoughWorkersError, match=r"2 ready of 4 .* limit >= 3"):
         bench.loop(crew, min_units=3).run()
-    assert bench.journal.state is RunState.WAITING
+    assert bench.directory.steps()[-1]["step"] == 2
 
 
 def test_too_many_failures_end_the_run(bench):
@@ -280,3 +281,19 @@ def test_any_faults_and_scales_leave_the_training_as_it_was(
     assert bench.ids() == undisturbed
     assert [s["step"] for s in bench.directory.steps()] == list(range(1, 13))
     assert_history_is(crew, undisturbed)
+
+
+def test_sequences_on_a_worker_that_dies_twice_in_one_step_are_named(bench):
+    crew = FakeCrew()
+    real_call = crew.call
+
+    def call(workers, method, arguments, *, timeout_s):
+        if method == "run_step":
+            crew.faults.append(Fault(workers[0], "run_step", 4))
+        return real_call(workers, method, arguments, timeout_s=timeout_s)
+
+    crew.call = call
+    with pytest.raises(SuspectSequencesError, match=r"step 4 lost its workers twice") as caught:
+        bench.loop(crew, num_steps=6).run()
+    assert bench.directory.steps()[-1]["step"] == 3
+    assert "sequence ids [1" in str(caught.value)
