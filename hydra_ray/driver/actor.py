@@ -12,6 +12,7 @@ import ray
 from hydra_ray.config import Recipe
 from hydra_ray.data.batches import GlobalBatches
 from hydra_ray.data.index import SequenceIndex
+from hydra_ray.driver.capacity import CapacityWatch, living_nodes, workers_that_fit
 from hydra_ray.driver.checkpoints import Checkpoints
 from hydra_ray.driver.crew import RayCrew, WorkerNeeds
 from hydra_ray.driver.decisions import Limits
@@ -101,6 +102,9 @@ class Driver:
             )
             crew = RayCrew(self._needs(index), heartbeat_s=recipe.elastic.heartbeat_s)
             self._crew = crew
+            watch = CapacityWatch(self._room, self.scale)
+            if recipe.elastic.follow_cluster:
+                watch.start()
             try:
                 return TrainingLoop(
                     _settings(recipe, index),
@@ -113,8 +117,16 @@ class Driver:
                     rendezvous=Rendezvous(host=store.host, port=store.port),
                 ).run()
             finally:
+                watch.close()
                 crew.close()
                 preparation.close()
+
+    def _room(self) -> int:
+        """Workers in whole units that the cluster has room for, within the recipe's bounds."""
+        recipe = self._order.recipe
+        fit = workers_that_fit(living_nodes(), recipe.cpus_per_worker, recipe.gpus_per_worker)
+        wanted = min(fit - recipe.elastic.standbys, recipe.elastic.max or UNBOUNDED)
+        return wanted // self._unit * self._unit
 
     def _needs(self, index: SequenceIndex) -> WorkerNeeds:
         order, recipe = self._order, self._order.recipe

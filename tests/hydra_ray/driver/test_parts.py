@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from hydra_ray.data.batches import DataCursor, GlobalBatches
+from hydra_ray.driver import capacity
+from hydra_ray.driver.capacity import workers_that_fit
 from hydra_ray.driver.checkpoints import Checkpoints, Manifest
 from hydra_ray.driver.errors import CheckpointError
 from hydra_ray.driver.journal import Journal
@@ -175,3 +177,29 @@ def test_manifests_survive_json():
     with pytest.raises(ValueError, match="another format"):
         Manifest.from_json(json.dumps(other))
     assert replace(whole, step=6) != whole
+
+
+def test_each_worker_fits_whole_on_one_node():
+    nodes = [{"CPU": 3.0, "GPU": 2.0}, {"CPU": 8.0}, {"CPU": 1.9, "GPU": 8.0}]
+    assert workers_that_fit(nodes, 1.0, 0.0) == 3 + 8 + 1
+    assert workers_that_fit(nodes, 2.0, 0.0) == 1 + 4 + 0
+    assert workers_that_fit(nodes, 0.5, 1.0) == 2 + 0 + 3
+    assert workers_that_fit(nodes, 0.0, 0.0) == 0
+
+
+def test_the_cluster_s_room_is_asked_for_once_a_change(monkeypatch):
+    monkeypatch.setattr(capacity, "LOOK_EVERY_S", 0.001)
+    rooms, asked, done = iter([4, 4, 6, 6, 5]), [], threading.Event()
+
+    def room():
+        value = next(rooms, None)
+        if value is None:
+            done.set()
+        return value or 5
+
+    watch = capacity.CapacityWatch(room, asked.append)
+    watch.start()
+    assert done.wait(30)
+    watch.close()
+    watch.join(30)
+    assert asked == [4, 6, 5]
