@@ -1,0 +1,130 @@
+"""Train state moves between pools bit by bit, whatever the axes it is split over."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.workers.layouts import POOL_OF_4, plan_of
+from tests.workers.pool import (
+    GQA,
+    command_of,
+    joined,
+    membership_of,
+    payload_of,
+    pool_shape,
+    run_pool,
+)
+from workers.groups import place_of
+from workers.protocol import ModelSpec, TrainingSpec
+from workers.runtime import WorkerRuntime
+
+Tensors = dict[str, np.ndarray]
+
+TRAINING = TrainingSpec(seed=3)
+MOE = replace(GQA, num_experts=4, expert_ffn_hidden_size=64, aux_loss_coeff=1e-2)
+MLA = replace(
+    GQA,
+    num_layers=4,
+    attention="mla",
+    output_gate=True,
+    q_lora_rank=32,
+    kv_lora_rank=32,
+    qk_head_dim=16,
+    qk_rope_dim=8,
+    v_head_dim=16,
+)
+CASES = {
+    "bfloat16": (GQA, replace(TRAINING, dtype="bfloat16")),
+    "sharded": (GQA, replace(TRAINING, distributed_optimizer=True)),
+    "experts": (MOE, replace(TRAINING, expert=2)),
+    "experts, sharded, bfloat16": (
+        MOE,
+        replace(TRAINING, expert=2, distributed_optimizer=True, dtype="bfloat16"),
+    ),
+    "tensor": (GQA, replace(TRAINING, tensor=2, sequence_parallel=True)),
+    "pipeline": (MLA, replace(TRAINING, pipeline=2, chunks=2)),
+}
+
+
+def tensors_of(runtime: WorkerRuntime) -> Tensors:
+    state = runtime._captured()
+    return {key: tensor.detach().clone().numpy() for key, tensor in state.tensors.items()}
+
+
+def train_one(runtime: WorkerRuntime, training: TrainingSpec) -> None:
+    payload = payload_of(plan_of(POOL_OF_4, pool_shape(4, 128, training)))
+    assert runtime.run_step(command_of(payload.plan), payload).applied
+
+
+def shrink(
+    rank: int, world_size: int, port: int, model: ModelSpec, training: TrainingSpec, folder: str
+) -> tuple[Tensors, Tensors, Tensors]:
+    """A step on four HDP ranks, then two of them go on, and then read a checkpoint back."""
+    runtime = joined(rank, world_size, port, model, training)
+    train_one(runtime, training)
+    runtime.save_shard(folder)
+    before = tensors_of(runtime)
+    runtime.leave()
+    place = place_of(rank, num_ranks=4, tensor=training.tensor)
+    if place.hdp >= 2:
+        return before, {}, {}
+    smaller = (place.stage * 2 + place.hdp) * training.tensor + place.tensor
+    membership = membership_of(smaller, world_size // 2, port, training, generation=2)
+    assert runtime.join(membership, pool_shape(2, 128, training)) == 1
+    kept = tensors_of(runtime)
+    assert runtime.load_shard(folder) == 1
+    return before, kept, tensors_of(runtime)
+
+
+def union(parts: list[Tensors]) -> Tensors:
+    """All keys; processes that hold the same key must hold the same bits."""
+    whole: Tensors = {}
+    for key, tensor in (item for part in parts for item in part.items()):
+        np.testing.assert_array_equal(whole.setdefault(key, tensor), tensor, err_msg=key)
+    return whole
+
+
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        np.testing.assert_array_equal(found[key], tensor, err_msg=key)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_state_is_kept_and_read_back_bit_by_bit(case: str, tmp_path: Path):
+    model, training = CASES[case]
+
+    results = run_pool(
+        4 * training.tensor * training.pipeline, shrink, model, training, str(tmp_path)
+    )
+
+    before, kept, read = (union([result[i] for result in results]) for i in range(3))
+    assert_same(kept, before)
+    assert_same(read, before)
+
+
+def swap_experts(rank: int, world_size: int, port: int) -> tuple[Tensors, Any]:
+    """HDP ranks 1 and 2 go on as 0 and 1, so that each needs the experts the other has."""
+    training = replace(TRAINING, expert=2)
+    runtime = joined(rank, world_size, port, MOE, training)
+    train_one(runtime, training)
+    before = tensors_of(runtime)
+    runtime.leave()
+    if rank not in {1, 2}:
+        return before, None
+    held = runtime.join(
+        membership_of(rank - 1, 2, port, training, generation=2), pool_shape(2, 128, training)
+    )
+    synced = runtime.sync_state(source_rank=1)
+    return before, (held, synced, tensors_of(runtime))
+
+
+def test_workers_in_new_places_fetch_what_they_need_from_one_another():
+    results = run_pool(4, swap_experts)
+
+    moved = [after for _, after in results if after is not None]
+    assert [(held, synced) for held, synced, _ in moved] == [(0, 1)] * 2
+    assert_same(union([t for _, _, t in moved]), union([before for before, _ in results]))
