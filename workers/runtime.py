@@ -5,6 +5,7 @@ them up again in another place or pool. A step is exactly-once: a worker refuses
 applied, and what is for another generation or another plan, before its first collective.
 """
 
+import gc
 import os
 import traceback
 from importlib.metadata import version
@@ -68,6 +69,10 @@ class WorkerRuntime:
         """Prepare all that needs no generation; returns facts of this process. Idempotent."""
         is_shimmed = cpu_shim.install()
         patches.apply()
+        # Leaving a generation collects garbage. What was imported is none: setting it aside makes
+        # that some thirty times faster.
+        gc.collect()
+        gc.freeze()
         return {
             "torch": torch.__version__,
             "megatron_core": version("megatron-core"),

@@ -33,11 +33,13 @@ from workers.runtime import WorkerRuntime
 
 # Megatron takes the norm to clip by in float32, which would hide what float64 shows.
 TRAINING = TrainingSpec(seed=3, dtype="float64", eps=1e-3, weight_decay=0.01, clip_grad=0.0)
-LENGTHS = [[50, 7, 1, 90], [33, 2, 120], [16, 21, 90, 3], [60, 60, 5], [100, 9], [8, 8, 8, 70]]
+LENGTHS = [[50, 7, 1, 90], [33, 2, 90], [16, 21, 90, 3], [60, 60, 5], [100, 9], [8, 8, 8, 70]]
 
 
 def payload_at(step: int, num_ranks: int):
-    plan = plan_with("hydra", LENGTHS[step - 1], pool_shape(num_ranks, 96, TRAINING))
+    plan = plan_with(
+        "hydra", LENGTHS[(step - 1) % len(LENGTHS)], pool_shape(num_ranks, 96, TRAINING)
+    )
     return payload_of(plan, seed=step)
 
 
@@ -97,9 +99,6 @@ def newcomer(rank: int, world_size: int, port: int) -> tuple[int, int, dict[str,
     return held, synced, runtime.fingerprint()
 
 
-LENGTHS[0], LENGTHS[1] = [50, 7, 1, 90], [33, 2, 90]  # what one worker can hold as well
-
-
 def test_a_newcomer_takes_the_furthest_state():
     (held_0, synced_0, print_0), (held_1, synced_1, print_1) = run_pool(2, newcomer)
 
@@ -124,8 +123,7 @@ def many_generations(rank: int, world_size: int, port: int, count: int) -> list[
     seen = []
     for generation in range(1, count + 1):
         join(runtime, rank, world_size, port, generation)
-        if generation == 1:
-            train(runtime, range(1, 2), world_size, generation)
+        train(runtime, range(generation, generation + 1), world_size, generation)
         runtime.leave()
         seen.append(usage())
     return seen
