@@ -55,7 +55,8 @@ def deal_by_load(
 def deal_by_width(task: Task, degree: IntArray, order: IntArray, num_microbatches: int) -> IntArray:
     """First fit by falling width, by falling load within a width."""
     queue, first = by_degree(order, degree, len(task.degrees))
-    free = np.full(num_microbatches, task.num_ranks, np.int64)
+    free = np.empty(num_microbatches, np.int64)
+    free[:] = task.num_ranks
     microbatch = np.empty(len(degree), np.int64)
     for option in range(len(task.degrees) - 1, -1, -1):
         at = 0
@@ -75,7 +76,8 @@ def by_degree(order: IntArray, degree: IntArray, num_degrees: int) -> tuple[IntA
     first = np.zeros(num_degrees + 1, np.int64)
     for group in order:
         first[degree[group] + 1] += 1
-    first = np.cumsum(first)
+    for option in range(num_degrees):
+        first[option + 1] += first[option]
     at = first.copy()
     queue = np.empty(len(order), np.int64)
     for group in order:

@@ -7,7 +7,6 @@ import numpy as np
 from planner.cost import FloatArray
 from planner.opt.compiled import kernel
 from planner.opt.deal import deal
-from planner.opt.grow import grow_into_idle_ranks
 from planner.opt.profile import falling_order, find_singles, pour
 from planner.opt.singles import place_singles
 from planner.opt.task import Task, on_rank
@@ -37,28 +36,29 @@ class Draft(NamedTuple):
 
 
 @kernel
-def make_draft(task: Task, target: float, num_microbatches: int) -> Draft:
-    """Pack to a target, fill the one-rank slots, deal, grow. O(N + groups x degrees)."""
+def pack(task: Task, target: float, num_microbatches: int) -> Draft:
+    """Pack to a target, top up, fill the one-rank slots, deal. O(N + groups x degrees)."""
     slots_in_all = num_microbatches * task.num_ranks
     bins = pack_wide(task, target, slots_in_all)
     num_slots = slots_in_all - bins.width
     if num_slots < 0:
         return no_draft(task)
-    singles = find_singles(task, bins)
     order = falling_order(bins.load)
-    level = pour(task, bins, order, singles, num_slots).level if num_slots else 0.0
-    group_of = np.full(len(task.lengths), SINGLE, np.int64)
+    level = 0.0
+    if num_slots:
+        level = pour(task, bins, order, find_singles(task, bins), num_slots).level
+    group_of = np.empty(len(task.lengths), np.int64)
     group_of[: task.num_long] = bins.bin_of
+    group_of[task.num_long :] = SINGLE
     top_up(task, bins, order, group_of, level)
-    degree, load, complete = _fill_slots(task, bins, group_of, num_slots, level)
+    degree, load, complete = fill_slots(task, bins, group_of, num_slots, level)
     if not complete:
         return no_draft(task)
     microbatch = deal(task, degree, load, num_microbatches)
     if len(microbatch) < len(degree):
         return no_draft(task)
-    grow_into_idle_ranks(task, microbatch, degree, load, group_of, num_microbatches)
-    iteration = draft_iteration_s(task, microbatch, load, num_microbatches)
-    return Draft(num_microbatches, microbatch, degree, load, group_of, target, iteration)
+    iteration_s = draft_iteration_s(task, microbatch, load, num_microbatches)
+    return Draft(num_microbatches, microbatch, degree, load, group_of, target, iteration_s)
 
 
 @kernel
@@ -69,20 +69,25 @@ def no_draft(task: Task) -> Draft:
 
 
 @kernel
-def _fill_slots(
+def fill_slots(
     task: Task, bins: WideBins, group_of: IntArray, num_slots: int, level: float
 ) -> tuple[IntArray, FloatArray, bool]:
     """Put whoever has no group into slots, numbered behind the bins; degrees and loads of all."""
-    alone = np.nonzero(group_of == SINGLE)[0]
-    num_slots = min(num_slots, len(alone))
-    slots = place_singles(task, alone, num_slots, level)
-    num_bins = len(bins.load)
+    num_bins, num_alone = len(bins.load), 0
+    alone = np.empty(len(group_of), np.int64)
+    for place in range(len(group_of)):
+        if group_of[place] == SINGLE:
+            alone[num_alone] = place
+            num_alone += 1
+    num_slots = min(num_slots, num_alone)
+    slots = place_singles(task, alone[:num_alone], num_slots, level)
     slot_of = slots.slot_of
-    for place in range(len(alone)):
+    for place in range(num_alone):
         group_of[alone[place]] = num_bins + slot_of[place]
-    degree = np.zeros(num_bins + num_slots, np.int64)
-    degree[:num_bins] = bins.degree
-    return degree, np.concatenate((bins.load, slots.load)), slots.num_placed == len(alone)
+    degree, load = np.zeros(num_bins + num_slots, np.int64), np.empty(num_bins + num_slots)
+    degree[:num_bins], load[:num_bins] = bins.degree, bins.load
+    load[num_bins:] = slots.load
+    return degree, load, slots.num_placed == num_alone
 
 
 @kernel

@@ -2,17 +2,16 @@
 
 from collections.abc import Callable
 
-import numpy as np
-
+from planner.cost import FloatArray
+from planner.opt import explore as exploring
 from planner.opt.compiled import entry_point, sources_digest
-from planner.opt.draft import Draft, draft_iteration_s, group_loads, make_draft, no_draft
-from planner.opt.search import FEW, best_targets
+from planner.opt.draft import Draft, draft_iteration_s, group_loads, pack
+from planner.opt.explore import Candidates
+from planner.opt.grow import grow_into_idle_ranks
 from planner.opt.task import Task, with_totals
 from planner.pool import IntArray
 
-# A target whose plan failed costs a try; so many plans that exist are compared, and more where
-# sequences are few: estimates take sequences for a fluid.
-MOST_TRIES, MOST_PLANS, MOST_PLANS_OF_FEW = 48, 3, 32
+explore_kernel = exploring.explore
 
 
 def _fill_in(sources: str) -> Callable[[Task], Task]:
@@ -24,44 +23,58 @@ def _fill_in(sources: str) -> Callable[[Task], Task]:
     return fill_in
 
 
-def _best_draft(sources: str) -> Callable[[Task], Draft]:
+def _explore(sources: str) -> Callable[[Task, IntArray, FloatArray], Candidates]:
     @entry_point
-    def best_draft(task: Task) -> Draft:
+    def explore(task: Task, counts: IntArray, targets: FloatArray) -> Candidates:
         sources  # noqa: B018
-        best, plans = no_draft(task), 0
-        most_plans = MOST_PLANS if len(task.lengths) > FEW else MOST_PLANS_OF_FEW
-        found = best_targets(task)
-        for at in range(min(MOST_TRIES, len(found.target))):
-            if plans == most_plans or found.estimate_s[at] >= best.iteration_s:
-                break
-            draft = make_draft(task, found.target[at], found.num_microbatches[at])
-            if draft.iteration_s < np.inf:
-                plans += 1
-            if draft.iteration_s < best.iteration_s:
-                best = draft
-        return best
+        return explore_kernel(task, counts, targets)
 
-    return best_draft
+    return explore
 
 
-def _as_draft(sources: str) -> Callable[[Task, int, IntArray, IntArray, IntArray], Draft]:
+def _make_draft(sources: str) -> Callable[[Task, float, int], Draft]:
     @entry_point
-    def as_draft(
+    def make_draft(task: Task, target: float, num_microbatches: int) -> Draft:
+        sources  # noqa: B018
+        return pack(task, target, num_microbatches)
+
+    return make_draft
+
+
+def _grow(sources: str) -> Callable[[Task, Draft], Draft]:
+    @entry_point
+    def grow(task: Task, draft: Draft) -> Draft:
+        sources  # noqa: B018
+        count, microbatch, degree, load, group_of, target_s, _ = draft
+        degree, load = degree.copy(), load.copy()
+        grow_into_idle_ranks(task, microbatch, degree, load, group_of, count)
+        iteration_s = draft_iteration_s(task, microbatch, load, count)
+        return Draft(count, microbatch, degree, load, group_of, target_s, iteration_s)
+
+    return grow
+
+
+def _price(sources: str) -> Callable[[Task, int, IntArray, IntArray, IntArray, float], Draft]:
+    @entry_point
+    def price(
         task: Task,
         num_microbatches: int,
         microbatch: IntArray,
         degree: IntArray,
         group_of: IntArray,
+        target_s: float,
     ) -> Draft:
         sources  # noqa: B018
         load = group_loads(task, degree, group_of)
-        iteration = draft_iteration_s(task, microbatch, load, num_microbatches)
-        return Draft(num_microbatches, microbatch, degree, load, group_of, 0.0, iteration)
+        iteration_s = draft_iteration_s(task, microbatch, load, num_microbatches)
+        return Draft(num_microbatches, microbatch, degree, load, group_of, target_s, iteration_s)
 
-    return as_draft
+    return price
 
 
 _SOURCES = sources_digest()
 fill_in = _fill_in(_SOURCES)
-best_draft = _best_draft(_SOURCES)
-as_draft = _as_draft(_SOURCES)
+explore = _explore(_SOURCES)
+make_draft = _make_draft(_SOURCES)
+grow = _grow(_SOURCES)
+price = _price(_SOURCES)

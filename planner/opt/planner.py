@@ -2,21 +2,27 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from planner.cost import CostModel, CostTable
 from planner.exact import solve
 from planner.hydra import hydra
 from planner.layout import lay_out
 from planner.lengths import checked_lengths, longest_first
 from planner.opt.draft import Draft
-from planner.opt.entry import as_draft, best_draft, fill_in
+from planner.opt.entry import fill_in, grow, make_draft, price
 from planner.opt.order import in_order
+from planner.opt.search import FEW, find_targets
 from planner.opt.task import Task, make_task
 from planner.plan import Plan, empty_plan
 from planner.pool import IntArray, PoolShape
 
-
 # So few sequences are searched through to the end, or for so many branches a MB count.
 TINY, MOST_NODES = 10, 20_000
+
+
+# So many plans are compared, and more where sequences are few: estimates take them for a fluid.
+MOST_PLANS, MOST_PLANS_OF_FEW = 3, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,37 +43,55 @@ class HydraOptPlanner:
         ordered = lengths[places]
         table = cost.table(pool)
         task = fill_in(make_task(ordered, pool, table))
-        drafts = (best_draft(task), paper_draft(task, pool, cost))
-        best = min(drafts, key=lambda draft: draft.iteration_s)
+        best = best_draft(paper_draft(task, pool, cost), task, table)
         if len(ordered) <= TINY:
             best = searched_draft(best, task, pool, table)
         packing = in_order(best)
         return lay_out(self.name, packing, places, lengths, pool, table, best.target_s)
 
 
+def best_draft(best: Draft, task: Task, table: CostTable) -> Draft:
+    """The best plan of the most promising targets, if it is better than `best`.
+
+    Candidates come by rising estimate, and a plan hardly ever beats its estimate: once the best
+    plan is below the next estimate, it stays the best.
+    """
+    plans = 0
+    most_plans = MOST_PLANS if len(task.lengths) > FEW else MOST_PLANS_OF_FEW
+    for target, count, estimate_s in zip(*find_targets(task, table), strict=True):
+        if plans == most_plans or estimate_s >= best.iteration_s:
+            break
+        draft = make_draft(task, target, count)
+        if draft.iteration_s < np.inf:
+            draft = grown(task, draft)
+            plans += 1
+        best = draft if draft.iteration_s < best.iteration_s else best
+    return best
+
+
+def grown(task: Task, draft: Draft) -> Draft:
+    """The draft with idle ranks put to use where that helps."""
+    ranks = task.degrees[draft.degree].sum()
+    return draft if ranks == task.num_ranks * draft.num_microbatches else grow(task, draft)
+
+
 def paper_draft(task: Task, pool: PoolShape, cost: CostModel) -> Draft:
     """The plan of "hydra" as a draft."""
     packing, target = hydra().packed(task.lengths, pool, cost)
-    draft = as_draft(
+    return price(
         task,
         packing.num_microbatches,
         packing.group_microbatch,
         packing.group_class,
         packing.sequence_group,
+        target,
     )
-    return draft._replace(target_s=target)
 
 
 def searched_draft(best: Draft, task: Task, pool: PoolShape, table: CostTable) -> Draft:
     """The optimum of a tiny batch, or what a bounded search for it finds, if better than `best`."""
-    solution = solve(task.lengths, pool, table, best.iteration_s, MOST_NODES)
-    if solution.num_microbatches == 0:
+    found = solve(task.lengths, pool, table, best.iteration_s, MOST_NODES)
+    if found.num_microbatches == 0:
         return best
-    draft = as_draft(
-        task,
-        solution.num_microbatches,
-        solution.microbatch,
-        solution.degree,
-        solution.group_of,
-    )
-    return draft._replace(target_s=float(draft.load.max()))
+    columns = (found.microbatch, found.degree, found.group_of)
+    return price(task, found.num_microbatches, *columns, best.target_s)

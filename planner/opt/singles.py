@@ -48,17 +48,19 @@ def place_singles(task: Task, sequences: IntArray, num_slots: int, share_s: floa
         share_s: the even share of load of a slot, about.
     """
     load, used = np.zeros(num_slots), np.zeros(num_slots, np.int64)
-    slot_of = np.full(len(sequences), NOBODY, np.int64)
+    slot_of = np.empty(len(sequences), np.int64)
     if len(sequences) == 0 or num_slots == 0:
         return Slots(load, slot_of, 0)
     lengths, costs, degrees = task.lengths, task.costs, task.degrees
     budget, pad_unit = task.budget, task.pad_unit
     longest_s, longest = on_rank(lengths[sequences[0]], 0, costs, degrees, pad_unit)
     queue = _Queue(
-        np.full(LEVELS_A_SHARE * TALLEST, NOBODY, np.int64),
-        np.full(longest + 1, NOBODY, np.int64),
+        np.empty(LEVELS_A_SHARE * TALLEST, np.int64),
+        np.empty(longest + 1, np.int64),
         np.arange(1, num_slots + 1),
     )
+    queue.by_level[:] = NOBODY
+    queue.parked[:] = NOBODY
     queue.by_level[0] = 0
     queue.following[num_slots - 1] = NOBODY
     # If every sequence stands out above the others' level, there is no level.

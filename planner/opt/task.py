@@ -28,6 +28,7 @@ class Task(NamedTuple):
     Args:
         lengths: [N] tokens, longest first.
         num_long: the first so many are long, the rest short.
+        work_s: seconds of all sequences at degree 1.
         short_s, short_tokens: seconds and padded tokens of all short ones at degree 1.
         degrees: [D] legal CP degrees, ascending; sequences name a degree by its index.
         costs: [4, D] the coefficients of `CostTable`.
@@ -42,6 +43,7 @@ class Task(NamedTuple):
 
     lengths: IntArray
     num_long: int
+    work_s: float
     short_s: float
     short_tokens: int
     degrees: IntArray
@@ -67,6 +69,7 @@ def make_task(longest_first: IntArray, pool: PoolShape, table: CostTable) -> Tas
     return Task(
         lengths=longest_first,
         num_long=len(longest_first) - num_short,
+        work_s=0.0,
         short_s=0.0,
         short_tokens=0,
         degrees=table.degrees,
@@ -103,9 +106,11 @@ def on_rank(
 def with_totals(task: Task) -> Task:
     """The task with the sums over its short sequences and its fewest MBs filled in. O(N)."""
     lengths, costs, degrees, pad_unit = task.lengths, task.costs, task.degrees, task.pad_unit
-    short_s, short_tokens, long_tokens = 0.0, 0, 0
+    short_s, short_tokens, long_s, long_tokens = 0.0, 0, 0.0, 0
     for place in range(task.num_long):
-        long_tokens += on_rank(lengths[place], 0, costs, degrees, pad_unit)[1]
+        seconds, tokens = on_rank(lengths[place], 0, costs, degrees, pad_unit)
+        long_s += seconds
+        long_tokens += tokens
     for place in range(task.num_long, len(lengths)):
         seconds, tokens = on_rank(lengths[place], 0, costs, degrees, pad_unit)
         short_s += seconds
@@ -115,6 +120,7 @@ def with_totals(task: Task) -> Task:
     return Task(
         lengths,
         task.num_long,
+        long_s + short_s,
         short_s,
         short_tokens,
         degrees,
@@ -131,27 +137,16 @@ def with_totals(task: Task) -> Task:
     )
 
 
-@kernel
 def sample(task: Task, every: int) -> Task:
-    """Every so many-th sequence on a pool as many times smaller."""
+    """Every so many-th sequence on a pool as many times smaller; sums still to be filled in."""
     lengths = task.lengths[every // 2 :: every].copy()
     num_ranks = task.num_ranks // every
-    num_degrees = (task.degrees <= num_ranks).sum()
-    small = Task(
-        lengths,
-        min(len(lengths), (task.num_long + every - 1 - every // 2) // every),
-        0.0,
-        0,
-        task.degrees[:num_degrees].copy(),
-        task.costs[:, :num_degrees].copy(),
-        task.fixed_s,
-        task.pad_unit,
-        task.budget,
-        num_ranks,
-        task.thinnest,
-        min(task.num_joinable, num_degrees),
-        task.bubble,
-        task.step,
-        0,
+    num_degrees = int((task.degrees <= num_ranks).sum())
+    return task._replace(
+        lengths=lengths,
+        num_long=len(range(every // 2, task.num_long, every)),
+        degrees=task.degrees[:num_degrees].copy(),
+        costs=task.costs[:, :num_degrees].copy(),
+        num_ranks=num_ranks,
+        num_joinable=min(task.num_joinable, num_degrees),
     )
-    return with_totals(small)

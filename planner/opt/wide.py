@@ -50,8 +50,10 @@ def pack_wide(task: Task, target: float, most_ranks: int) -> WideBins:
     lengths, costs, degrees = task.lengths, task.costs, task.degrees
     pad_unit, budget, thinnest, num_long = task.pad_unit, task.budget, task.thinnest, task.num_long
     bin_degree, used = np.empty(num_long, np.int64), np.empty(num_long, np.int64)
-    load, bin_of = np.empty(num_long), np.full(num_long, SINGLE, np.int64)
-    heaps, room = new_heaps(len(degrees), num_long), np.full((2, len(degrees)), -1.0)
+    load, bin_of = np.empty(num_long), np.empty(num_long, np.int64)
+    heaps, room = new_heaps(len(degrees), num_long), np.empty((2, len(degrees)))
+    bin_of[:] = SINGLE
+    room[:] = -1.0
     num_bins, width, start = 0, 0, len(degrees) - 1
     for place in range(num_long):
         length = lengths[place]
@@ -147,7 +149,8 @@ def top_up(task: Task, bins: WideBins, order: IntArray, group_of: IntArray, leve
     pad_unit, budget, thinnest = task.pad_unit, task.budget, task.thinnest
     bin_degree, load, used = bins.degree, bins.load, bins.used
     heaps = new_heaps(task.num_joinable, len(order))
-    room = np.full((2, task.num_joinable), -1.0)
+    room = np.empty((2, task.num_joinable))
+    room[:] = -1.0
     for item in order[::-1]:
         if load[item] < level and bin_degree[item] < task.num_joinable:
             push(heaps[bin_degree[item]], item, load)
