@@ -151,6 +151,8 @@ class TrainingLoop:
         wanted = min(wishes.target_units, settings.limits.max_units) + settings.standbys
         if not wishes.stop:
             self._crew.staff(wanted + len(leaving), keep=(*members, *leaving))
+        num_standbys = len(self._crew.ready()) - len(members)
+        self._journal.know(num_standbys=num_standbys, num_loading=self._crew.num_loading())
         if not self._crew.num_loading():
             self._loading_since = time.monotonic()
         elif time.monotonic() - self._loading_since > settings.timeouts.grow_s and members:

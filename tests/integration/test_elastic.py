@@ -49,7 +49,9 @@ def assert_as_if_nothing_happened(run: Run, uninterrupted: Run) -> None:
 
 @pytest.mark.timeout(300)
 def test_kills_and_scales_change_nothing(cluster, recipe_of, uninterrupted):
-    recipe = recipe_of(steps=STEPS, workers=3, elastic={"standbys": 1, "heartbeat_s": 1.0})
+    recipe = recipe_of(
+        steps=STEPS, workers=3, elastic={"standbys": 1, "heartbeat_s": 1.0, "grow_timeout_s": 300.0}
+    )
     with running(recipe, "elastic") as run:
         acts = {
             5: signal_worker(run, 1, signal.SIGKILL),
