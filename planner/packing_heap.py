@@ -59,7 +59,9 @@ def pack_heap(lengths: IntArray, rules: PackingRules) -> Packing:
         rules: target, budget and legal degrees.
     """
     limits = Limits(rules.num_ranks, rules.token_budget, rules.pad_unit)
-    groups, sequence_group = _pack(lengths, rules.degrees, rules.work_limits, limits)
+    classes, num_nodes = _class_table(rules, len(lengths))
+    heaps = np.empty((2, num_nodes), dtype=np.int64)
+    groups, sequence_group = _pack(lengths, classes, heaps, limits)
     return Packing(
         num_microbatches=int(groups[MICROBATCH, -1]) + 1,
         group_microbatch=groups[MICROBATCH],
@@ -85,17 +87,26 @@ def grow_heap(packing: Packing, rules: PackingRules) -> IntArray:
     return classes
 
 
+def _class_table(rules: PackingRules, num_sequences: int) -> tuple[IntArray, int]:
+    """The table of classes, and the nodes a heap needs for all the groups they may open."""
+    classes = np.zeros((7, len(rules.degrees)), dtype=np.int64)
+    classes[DEGREE] = rules.degrees
+    classes[WORK_LIMIT] = rules.work_limits
+    most = np.minimum(num_sequences, rules.num_ranks // rules.degrees).tolist()
+    nodes = [2 << (groups - 1).bit_length() for groups in most]
+    classes[BASE] = np.cumsum([0, *nodes[:-1]])
+    return classes, sum(nodes)
+
+
 @compiled
 def _pack(
-    lengths: IntArray, degrees: IntArray, work_limits: IntArray, limits: Limits
+    lengths: IntArray, classes: IntArray, heaps: IntArray, limits: Limits
 ) -> tuple[IntArray, IntArray]:
     """The table of groups [5, K] and the group of each sequence [N]."""
     num_sequences = len(lengths)
     groups = np.empty((5, num_sequences), np.int64)
     sequence_group = np.empty(num_sequences, np.int64)
     unplaced = np.arange(num_sequences + 1)
-    classes, heap_size = _new_classes(degrees, work_limits, num_sequences, limits.num_ranks)
-    heaps = np.empty((2, heap_size), np.int64)
     num_groups, microbatch = 0, 0
     while _next_unplaced(unplaced, 0) < num_sequences:
         opened = num_groups
@@ -105,29 +116,6 @@ def _pack(
         groups[MICROBATCH, opened:num_groups] = microbatch
         microbatch += 1
     return groups[:, :num_groups].copy(), sequence_group
-
-
-@compiled
-def _new_classes(
-    degrees: IntArray, work_limits: IntArray, num_sequences: int, num_ranks: int
-) -> tuple[IntArray, int]:
-    """The table of classes, and the nodes each heap needs for all groups they may open."""
-    classes = np.zeros((7, len(degrees)), np.int64)
-    classes[DEGREE] = degrees
-    classes[WORK_LIMIT] = work_limits
-    num_nodes = 0
-    for c in range(len(degrees)):
-        classes[BASE, c] = num_nodes
-        num_nodes += 2 * _power_of_two(min(num_sequences, num_ranks // degrees[c]))
-    return classes, num_nodes
-
-
-@compiled
-def _power_of_two(least: int) -> int:
-    power = 1
-    while power < least:
-        power *= 2
-    return power
 
 
 @compiled
