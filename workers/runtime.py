@@ -69,8 +69,8 @@ class WorkerRuntime:
         """Prepare all that needs no generation; returns facts of this process. Idempotent."""
         is_shimmed = cpu_shim.install()
         patches.apply()
-        # Leaving a generation collects garbage. What was imported is none: setting it aside makes
-        # that some thirty times faster.
+        # Leaving a generation collects garbage, which looks at every object: half a second, unless
+        # what was imported, which is none, is set aside.
         gc.collect()
         gc.freeze()
         return {

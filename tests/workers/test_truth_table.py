@@ -103,6 +103,7 @@ class Case:
         layouts = {
             "3": [POOL_OF_3] * 3,
             "4": [POOL_OF_4, POOL_OF_4_IDLE, POOL_OF_4],
+            "4*": [POOL_OF_4] * 3,  # for few heads a rank: no Ulysses degree above 2
             "6": [POOL_OF_6] * 3,
         }[self.layout]
         return [payload_of(plan_of(mbs, pool), seed=i) for i, mbs in enumerate(layouts)]
@@ -119,6 +120,8 @@ def table() -> list[Case]:
         )
     ]
     odd = [
+        Case("gqa", experts=False, pipeline=4, chunks=1, tensor=1, recompute="none"),
+        Case("gqa", experts=False, pipeline=1, chunks=1, tensor=4, recompute="none", layout="4*"),
         Case("gqa", experts=False, pipeline=2, chunks=1, tensor=1, recompute="none", layout="3"),
         Case("mla", experts=True, pipeline=1, chunks=1, tensor=1, recompute="none", layout="6"),
         Case("gqa", experts=True, pipeline=2, chunks=1, tensor=1, recompute="none", layout="6"),
