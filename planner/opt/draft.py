@@ -44,14 +44,12 @@ def pack(task: Task, target: float, num_microbatches: int) -> Draft:
     if num_slots < 0:
         return no_draft(task)
     order = falling_order(bins.load)
-    level = 0.0
-    if num_slots:
-        level = pour(task, bins, order, find_singles(task, bins), num_slots).level
+    water = pour(task, bins, order, find_singles(task, bins), num_slots, target)
     group_of = np.empty(len(task.lengths), np.int64)
     group_of[: task.num_long] = bins.bin_of
     group_of[task.num_long :] = SINGLE
-    top_up(task, bins, order, group_of, level)
-    degree, load, complete = fill_slots(task, bins, group_of, num_slots, level)
+    top_up(task, bins, order, group_of, water.fill)
+    degree, load, complete = fill_slots(task, bins, group_of, num_slots, water.level)
     if not complete:
         return no_draft(task)
     microbatch = deal(task, degree, load, num_microbatches)

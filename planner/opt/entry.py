@@ -3,15 +3,13 @@
 from collections.abc import Callable
 
 from planner.cost import FloatArray
-from planner.opt import explore as exploring
 from planner.opt.compiled import entry_point, sources_digest
 from planner.opt.draft import Draft, draft_iteration_s, group_loads, pack
-from planner.opt.explore import Candidates
+from planner.opt.explore import Brackets, Candidates
+from planner.opt.explore import explore as explore_kernel
 from planner.opt.grow import grow_into_idle_ranks
 from planner.opt.task import Task, with_totals
 from planner.pool import IntArray
-
-explore_kernel = exploring.explore
 
 
 def _fill_in(sources: str) -> Callable[[Task], Task]:
@@ -23,11 +21,11 @@ def _fill_in(sources: str) -> Callable[[Task], Task]:
     return fill_in
 
 
-def _explore(sources: str) -> Callable[[Task, IntArray, FloatArray], Candidates]:
+def _explore(sources: str) -> Callable[[Task, Brackets, int, FloatArray], Candidates]:
     @entry_point
-    def explore(task: Task, counts: IntArray, targets: FloatArray) -> Candidates:
+    def explore(task: Task, brackets: Brackets, bisections: int, targets: FloatArray) -> Candidates:
         sources  # noqa: B018
-        return explore_kernel(task, counts, targets)
+        return explore_kernel(task, brackets, bisections, targets)
 
     return explore
 

@@ -11,8 +11,6 @@ from planner.opt.task import Task
 from planner.opt.wide import pack_wide
 from planner.pool import IntArray
 
-# From these shares of the even load per MB a target is halved down so often.
-LOWEST, HIGHEST, BISECTIONS = 0.7, 1.4, 7
 # MB counts are tried until so many in a row were worse than the best, at most so many.
 PATIENCE, MOST_COUNTS = 2, 64
 
@@ -25,29 +23,37 @@ class Candidates(NamedTuple):
     estimate_s: FloatArray
 
 
+class Brackets(NamedTuple):
+    """[counts] MB counts, and between which targets to bisect for the best of each."""
+
+    num_microbatches: IntArray
+    low: FloatArray
+    high: FloatArray
+
+
 @kernel
-def explore(task: Task, counts: IntArray, targets: FloatArray) -> Candidates:
-    """Estimate the targets given, behind those that level out at the MB counts given.
+def explore(task: Task, brackets: Brackets, bisections: int, targets: FloatArray) -> Candidates:
+    """Estimate the targets given, behind those that bisection finds.
 
     At its best target a MB count has singles about as high as bins: lower targets leave singles
     towering, higher ones leave them idle. O((long x degrees) x targets).
     """
-    bisected = len(counts) * BISECTIONS
-    capacity = bisected + len(targets)
+    counts, lows, highs = brackets.num_microbatches, brackets.low, brackets.high
+    capacity = len(counts) * bisections + len(targets)
     found = Candidates(np.empty(capacity), np.empty(capacity, np.int64), np.empty(capacity))
-    low, high = 0.0, 0.0
-    for place in range(bisected):
-        num_microbatches = counts[place // BISECTIONS]
-        if place % BISECTIONS == 0:
-            even_s = task.work_s / (task.num_ranks * num_microbatches)
-            low, high = LOWEST * even_s, HIGHEST * even_s
-        middle = np.sqrt(low * high)
-        if evaluate(task, middle, num_microbatches, found, place) > middle:
-            low = middle
-        else:
-            high = middle
-    for place in range(bisected, capacity):
-        evaluate(task, targets[place - bisected], task.fewest, found, place)
+    place = 0
+    for bracket in range(len(counts)):
+        low, high = lows[bracket], highs[bracket]
+        for _ in range(bisections):
+            middle = np.sqrt(low * high)
+            if evaluate(task, middle, counts[bracket], found, place) > middle:
+                low = middle
+            else:
+                high = middle
+            place += 1
+    for target in targets:
+        evaluate(task, target, task.fewest, found, place)
+        place += 1
     return found
 
 
@@ -65,7 +71,7 @@ def evaluate(task: Task, target: float, level_at: int, found: Candidates, place:
     held = task.step * task.num_ranks
     start = max(task.fewest, (bins.width + held - 1) // held * task.step)
     for num_microbatches in range(start, most + 1, task.step):
-        value = estimate(task, bins, order, singles, num_microbatches)
+        value = estimate(task, bins, order, singles, num_microbatches, target)
         if value < best:
             best, best_at, worse = value, num_microbatches, 0
         elif value < np.inf:
@@ -74,7 +80,5 @@ def evaluate(task: Task, target: float, level_at: int, found: Candidates, place:
                 break
     found.target[place], found.num_microbatches[place] = target, best_at
     found.estimate_s[place] = best
-    slots = level_at * task.num_ranks - bins.width
-    if slots <= 0 or singles.total_tokens > slots * task.budget:
-        return np.inf
-    return pour(task, bins, order, singles, slots).level
+    water = pour(task, bins, order, singles, level_at * task.num_ranks - bins.width, target)
+    return water.level if water.fill < np.inf else np.inf

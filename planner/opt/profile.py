@@ -68,23 +68,29 @@ class Water(NamedTuple):
     """How high singles fill the one-rank slots and the gaps of bins.
 
     Args:
-        level: seconds every rank is filled to.
+        level: seconds the one-rank slots are filled to.
         above: long singles, from the first, that stand out above the level.
-        poured: the share of the other singles that goes into gaps of bins.
+        fill: seconds bins are filled to: the level, or more where slots have too few tokens;
+            infinite if even that leaves tokens over.
     """
 
     level: float
     above: int
-    poured: float
+    fill: float
 
 
 @kernel
-def pour(task: Task, bins: WideBins, order: IntArray, singles: Singles, slots: int) -> Water:
+def pour(
+    task: Task, bins: WideBins, order: IntArray, singles: Singles, slots: int, target: float
+) -> Water:
     """Let the singles find their level. O(bins + tall singles).
 
     A single taller than the level of the others takes a rank of its own. A bin below the level,
-    of a degree that short sequences may join, is filled up to it.
+    of a degree that short sequences may join, is filled up to it. If the slots would hold too
+    many tokens then, as much more is poured into bins as it takes, up to the target.
     """
+    if slots <= 0:
+        return Water(0.0, 0, 0.0 if singles.total_tokens == 0 else np.inf)
     seconds, load, degree, degrees = singles.seconds, bins.load, bins.degree, task.degrees
     rest_s, above, lowest = singles.total_s, 0, len(order) - 1
     filled_ranks, filled_s = 0, 0.0  # of the bins below the level, before anything is poured
@@ -101,13 +107,29 @@ def pour(task: Task, bins: WideBins, order: IntArray, singles: Singles, slots: i
             lowest -= 1
         else:
             break
-    poured_s = max(0.0, level * filled_ranks - filled_s)
-    return Water(level, above, poured_s / rest_s if rest_s > 0 else 0.0)
+    level, rest_s = max(level, 0.0), max(rest_s, 0.0)
+    needed_s = rest_s * (1.0 - task.budget * slots / max(singles.total_tokens, 1))
+    if needed_s <= level * filled_ranks - filled_s:
+        return Water(level, above, level)
+    fill = (needed_s + filled_s) / filled_ranks if filled_ranks else np.inf
+    while lowest >= 0 and load[order[lowest]] < min(fill, target):
+        if degree[order[lowest]] < task.num_joinable:
+            filled_ranks += degrees[degree[order[lowest]]]
+            filled_s += degrees[degree[order[lowest]]] * load[order[lowest]]
+            fill = (needed_s + filled_s) / filled_ranks
+        lowest -= 1
+    level = (rest_s - needed_s) / (slots - above)
+    return Water(level, above, fill if fill <= target else np.inf)
 
 
 @kernel
 def estimate(
-    task: Task, bins: WideBins, order: IntArray, singles: Singles, num_microbatches: int
+    task: Task,
+    bins: WideBins,
+    order: IntArray,
+    singles: Singles,
+    num_microbatches: int,
+    target: float,
 ) -> float:
     """Iteration seconds if bins and singles were dealt by falling load; infinite if impossible.
 
@@ -115,10 +137,8 @@ def estimate(
     as many slots as it is wide. O(bins + tall singles).
     """
     slots = num_microbatches * task.num_ranks - bins.width
-    if slots < 0 or (slots == 0 and singles.total_tokens > 0):
-        return np.inf
-    water = pour(task, bins, order, singles, slots) if slots else Water(0.0, 0, 0.0)
-    if singles.total_tokens * (1.0 - water.poured) > task.budget * slots:
+    water = pour(task, bins, order, singles, slots, target)
+    if slots < 0 or water.fill == np.inf:
         return np.inf
     load, degree, seconds = bins.load, bins.degree, singles.seconds
     level, degrees, num_ranks = water.level, task.degrees, task.num_ranks
@@ -126,7 +146,7 @@ def estimate(
     covered, height, next_bin, next_single = 0, np.inf, 0, 0
     for microbatch in range(num_microbatches):
         while covered <= microbatch * num_ranks and height > level:
-            bin_load = load[order[next_bin]] if next_bin < len(order) else level
+            bin_load = max(load[order[next_bin]], water.fill) if next_bin < len(order) else level
             single_load = seconds[next_single] if next_single < water.above else level
             height = max(bin_load, single_load)
             if bin_load >= single_load and next_bin < len(order):

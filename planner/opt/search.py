@@ -4,21 +4,23 @@ import numpy as np
 
 from planner.cost import CostTable, FloatArray
 from planner.opt.entry import explore, fill_in
-from planner.opt.explore import LOWEST, MOST_COUNTS, Candidates
+from planner.opt.explore import MOST_COUNTS, Brackets, Candidates
 from planner.opt.task import Task, sample
 from planner.pool import IntArray
 
-# So many MB counts are looked at closely.
-PROMISING = 3
-# Batches of so few sequences are tried with so many targets more.
-FEW, GRID_POINTS = 1024, 64
+# So many MB counts are bisected so often, between these shares of the even load per MB.
+PROMISING, BISECTIONS = 4, 7
+LOWEST, HIGHEST = 0.7, 1.4
 # The best target is varied by these factors.
 BESIDE = np.array([0.985, 0.99, 0.995, 1.005, 1.01, 1.015])
+# Batches of so few sequences are tried with so many targets more.
+FEW, GRID_POINTS = 1024, 64
 # Pools at least twice as large as this are searched on a sample: every r-th sequence on G / r
-# ranks. So many of the sample's targets are then estimated at full size.
-SEARCH_RANKS, FINALISTS = 512, 4
+# ranks. At full size its two best are estimated, and targets bisected about the very best.
+SEARCH_RANKS = 512
+CLOSE, CLOSE_BISECTIONS = 1.015, 3
 
-NO_COUNTS = np.zeros(0, dtype=np.int64)
+NO_BRACKETS = Brackets(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
 
 
 def find_targets(task: Task, table: CostTable) -> Candidates:
@@ -27,7 +29,9 @@ def find_targets(task: Task, table: CostTable) -> Candidates:
     if every < 2:
         return search(task, table)
     found = search(fill_in(sample(task, every)), table)
-    return by_estimate(explore(task, NO_COUNTS, found.target[:FINALISTS]))
+    best = found.target[:1]
+    close = Brackets(found.num_microbatches[:1], best / CLOSE, best * CLOSE)
+    return by_estimate(explore(task, close, CLOSE_BISECTIONS, found.target[:2]))
 
 
 def search(task: Task, table: CostTable) -> Candidates:
@@ -39,9 +43,11 @@ def search(task: Task, table: CostTable) -> Candidates:
     even_s = task.work_s / task.num_ranks
     edges = alone_s[alone_s < 2 * even_s / task.fewest]
     counts = promising_counts(task, float(alone_s.min()), even_s)
-    found = explore(task, counts, np.concatenate((edges, wide_grid(task, alone_s[0], even_s))))
+    brackets = Brackets(counts, LOWEST * even_s / counts, HIGHEST * even_s / counts)
+    targets = np.concatenate((edges, wide_grid(task, float(alone_s[0]), even_s)))
+    found = explore(task, brackets, BISECTIONS, targets)
     best = found.target[np.argmin(found.estimate_s)]
-    beside = explore(task, NO_COUNTS, best * BESIDE)
+    beside = explore(task, NO_BRACKETS, 0, best * BESIDE)
     return by_estimate(joined(found, beside))
 
 
