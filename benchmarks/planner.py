@@ -14,7 +14,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: times are of one core
 
 from benchmarks.machine import machine
-from benchmarks.planner_quality import quality_rows
 from benchmarks.planner_time import cold_start_rows, time_rows
 
 COLUMNS = {
@@ -58,6 +57,8 @@ def rows(only: str | None) -> Iterator[dict[str, object]]:
             yield row
         yield from ratio_rows(times)
     if only != "time":
+        from benchmarks.planner_quality import quality_rows
+
         yield from quality_rows()
 
 
