@@ -56,11 +56,14 @@ class StubRuntime:
             peak_bytes=0,
         )
 
-    def save_shard(self, folder: str) -> tuple[ShardInfo, ...]:
+    def start_save(self, folder: str) -> None:
         """Nothing to save."""
+
+    def finish_save(self) -> tuple[ShardInfo, ...]:
+        """Nothing was saved."""
         return ()
 
-    def load_shard(self, folder: str) -> int:
+    def load_shard(self, folder: str, shards: tuple[ShardInfo, ...]) -> int:
         """Nothing to read."""
         return self._applied
 

@@ -1,7 +1,8 @@
 """The Ray actor of one worker process: a thin shell that gives WorkerRuntime its threads.
 
-Training calls run one after the other on the default thread; `heartbeat` and `abort` have
-threads of their own, so that they answer while a step runs or hangs in a collective.
+Training calls run one after the other on the default thread; `heartbeat`, `abort` and
+`finish_save` have threads of their own, so that they answer while a step runs or hangs in a
+collective.
 """
 
 import os
@@ -44,11 +45,14 @@ class Runtime(Protocol):
     def run_step(self, command: StepCommand, payload: StepPayload) -> StepResult:
         """Train one step."""
 
-    def save_shard(self, folder: str) -> tuple[ShardInfo, ...]:
-        """Write this rank's share of a checkpoint."""
+    def start_save(self, folder: str) -> None:
+        """Copy this rank's share of a checkpoint, and write it in the background."""
 
-    def load_shard(self, folder: str) -> int:
-        """Take a checkpoint's state; returns its step."""
+    def finish_save(self) -> tuple[ShardInfo, ...]:
+        """Wait for the share in writing; from another thread."""
+
+    def load_shard(self, folder: str, shards: tuple[ShardInfo, ...]) -> int:
+        """Verify some shards and take a checkpoint's state; returns its step."""
 
     def fingerprint(self) -> dict[str, Any]:
         """The applied step and a digest of the weights."""
@@ -129,15 +133,21 @@ class HydraWorker:
         self._note(f"step {command.step}")
         return self._done(self._runtime.run_step(command, ray.get(payload[0], timeout=60)))
 
-    def save_shard(self, folder: str) -> tuple[ShardInfo, ...]:
-        """Write this rank's share of a checkpoint."""
-        self._note("save_shard")
-        return self._done(self._runtime.save_shard(folder))
+    def start_save(self, folder: str) -> None:
+        """Copy this rank's share of a checkpoint; it is written while training goes on."""
+        self._note("start_save")
+        self._runtime.start_save(folder)
+        self._note("idle")
 
-    def load_shard(self, folder: str) -> int:
-        """Take a checkpoint's state; returns its step."""
+    @ray.method(concurrency_group="control")
+    def finish_save(self) -> tuple[ShardInfo, ...]:
+        """Wait for the share in writing; its files."""
+        return self._runtime.finish_save()
+
+    def load_shard(self, folder: str, shards: tuple[ShardInfo, ...]) -> int:
+        """Take a checkpoint's state, once `shards` of it are verified; returns its step."""
         self._note("load_shard")
-        return self._done(self._runtime.load_shard(folder))
+        return self._done(self._runtime.load_shard(folder, shards))
 
     def fingerprint(self) -> dict[str, Any]:
         """The applied step and a digest of the weights."""
@@ -163,5 +173,5 @@ class HydraWorker:
 
 
 WorkerActor: Any = ray.remote(
-    max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2}
+    max_restarts=0, max_task_retries=0, concurrency_groups={"control": 3}
 )(HydraWorker)

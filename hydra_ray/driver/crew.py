@@ -23,6 +23,8 @@ from workers.protocol import ModelSpec, TrainingSpec
 
 log = logging.getLogger(__name__)
 
+COLLECTIVE = frozenset({"join", "sync_state", "run_step"})  # one worker's loss hangs the others
+
 Arguments = Callable[[int], tuple[Any, ...]]
 
 
@@ -191,8 +193,12 @@ class RayCrew:
             for worker in busy:
                 actors[worker].abort.remote()
 
-        refs = {w: getattr(actors[w], method).remote(*arguments(w)) for w in workers}
-        return gather(refs, timeout_s=timeout_s, unblock=unblock)
+        here = [w for w in workers if w in actors]
+        refs = {w: getattr(actors[w], method).remote(*arguments(w)) for w in here}
+        is_collective = method in COLLECTIVE
+        answers = gather(refs, timeout_s=timeout_s, unblock=unblock if is_collective else None)
+        answers.lost |= dict.fromkeys(set(workers) - set(here), "it had been ended before the call")
+        return answers
 
     def discard(self, units: Iterable[int]) -> None:
         """End units for certain; see `Crew.discard`."""

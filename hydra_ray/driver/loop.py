@@ -26,9 +26,9 @@ from hydra_ray.driver.errors import CheckpointError
 from hydra_ray.driver.generation import Generation, Rendezvous, WorkersLostError, form
 from hydra_ray.driver.journal import Journal
 from hydra_ray.driver.preparation import Preparation, PreparedStep, StepKey
-from hydra_ray.driver.records import refuse_nonfinite, step_record
+from hydra_ray.driver.records import cursor_after, refuse_nonfinite, step_record
 from hydra_ray.driver.requests import Requests
-from hydra_ray.driver.saving import restore_newest, write_shards
+from hydra_ray.driver.saving import Saving, restore_newest
 from hydra_ray.driver.settings import Settings
 from hydra_ray.driver.states import RunState
 from hydra_ray.driver.suspects import Suspects, held_by
@@ -73,8 +73,14 @@ class TrainingLoop:
         self._settings, self._crew, self._preparation = settings, crew, preparation
         self._checkpoints, self._directory, self._journal = checkpoints, directory, journal
         self._requests, self._rendezvous = requests, rendezvous
+        self._saving = Saving(
+            checkpoints,
+            crew,
+            journal,
+            keep=settings.keep,
+            timeout_s=settings.timeouts.save_s,
+        )
         self._applied, self._cursor = 0, DataCursor()
-        self._last_saved = 0
         self._generation: Generation | None = None
         self._stands = False
         self._number = max((r["generation"] for r in directory.steps()), default=0)
@@ -107,12 +113,18 @@ class TrainingLoop:
                         self._reform(units, cause)
                     case Wait():
                         self._wait()
-                    case Finish(stopped):
+                    case Finish(stopped) if self._has_settled():
                         return RunState.STOPPED if stopped else RunState.FINISHED
                     case Fail(error):
                         raise error
             except WorkersLostError as error:
                 self._lose(error.lost)
+
+    def _has_settled(self) -> bool:
+        """Wait for the checkpoint in writing; False if it came to nothing, to look again."""
+        written = self._saving.last_step
+        self._saving.settle(wait=True)
+        return self._saving.last_step == written
 
     def _view(self) -> View:
         settings, wishes, now = self._settings, self._requests.wishes(), time.monotonic()
@@ -137,7 +149,7 @@ class TrainingLoop:
 
     def _save_is_due(self, *, ending: bool, asked: bool) -> bool:
         settings = self._settings
-        if self._applied == self._last_saved:
+        if self._applied == self._saving.last_step:
             return False
         every = settings.save_every and self._applied % settings.save_every == 0
         return bool(asked or ending or every or self._applied >= settings.num_steps)
@@ -145,6 +157,7 @@ class TrainingLoop:
     def _recruit(self) -> None:
         """Start and end spare units so that the target and the standbys can be met."""
         self._watch(0)
+        self._saving.settle(wait=False)
         settings, wishes = self._settings, self._requests.wishes()
         members = self._generation.units if self._generation else ()
         leaving = wishes.leaving & {*self._crew.ready(), *members}
@@ -249,22 +262,30 @@ class TrainingLoop:
         )
 
     def _agree(self, generation: Generation) -> None:
-        """Bring the driver's step and the pool's together."""
-        if generation.applied == 0:
-            self._restore(generation)
-        elif self._in_flight is not None and generation.applied == self._in_flight.key.step:
+        """Bring the driver's step and the pool's together; the furthest living state is the truth.
+
+        The pool may be behind when every member was lost and only standbys are left, which hold
+        nothing, or what they had when they were last members.
+        """
+        held = generation.applied
+        if self._in_flight is not None and held == self._in_flight.key.step:
             # A worker applied it, but every report of it was lost: nothing to redo.
             self._advance(step_record(self._in_flight, [], self._settings.cost, wall_s=0.0))
-        elif generation.applied != self._applied:
+        elif 0 < held < self._applied and held >= max(self._checkpoints.steps(), default=0):
+            self._rewind(held, cursor_after(self._directory, held))
+        elif held == 0 or held < self._applied:
+            self._restore(generation)
+        elif held > self._applied:
             raise CheckpointError(
-                "the workers hold another step than the driver",
-                value=generation.applied,
+                "the workers hold a later step than the driver",
+                value=held,
                 limit=self._applied,
                 remedy="Continue from the last checkpoint with --resume.",
             )
 
     def _restore(self, generation: Generation) -> None:
         """Fresh workers take the newest checkpoint; without any, the run is at step 0."""
+        self._saving.settle(wait=True)
         manifest = restore_newest(
             self._checkpoints,
             self._crew,
@@ -278,36 +299,29 @@ class TrainingLoop:
             self._rewind(manifest.step, manifest.cursor)
 
     def _rewind(self, applied: int, cursor: DataCursor) -> None:
-        self._applied = self._last_saved = applied
+        self._applied = applied
+        self._saving.restored(applied)
         self._cursor, self._in_flight = cursor, None
         dropped = self._directory.cut_steps(applied)
         if applied or dropped:
             self._journal.event("restored", step=applied, steps_to_redo=dropped)
 
     def _save(self) -> None:
-        settings, generation, started = self._settings, self._standing(), time.monotonic()
+        generation = self._standing()
         self._journal.enter(RunState.SAVING)
-        self._checkpoints.prepare(self._applied)
-        folder = self._checkpoints.folder(self._applied)
-        shards = write_shards(
-            self._crew, generation.workers, folder, timeout_s=settings.timeouts.save_s
-        )
-        self._checkpoints.commit(
+        self._saving.start(
+            generation.workers,
             Manifest(
                 step=self._applied,
                 cursor=self._cursor,
-                seed=settings.seed,
+                seed=self._settings.seed,
                 num_ranks=generation.pool.num_ranks,
-                corpus=settings.corpus,
-                config=settings.config,
-                shards=shards,
-            )
+                corpus=self._settings.corpus,
+                config=self._settings.config,
+                shards=(),
+            ),
         )
-        self._last_saved = self._applied
         self._requests.saved()
-        self._checkpoints.retain(settings.keep)
-        took_s = time.monotonic() - started
-        self._journal.event("checkpoint", step=self._applied, folder=folder, took_s=took_s)
         self._still_since = time.monotonic()
 
     def _wait(self) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from hydra_ray.data.batches import DataCursor
 from hydra_ray.driver.errors import NonFiniteLossError
 from hydra_ray.driver.preparation import PreparedStep
+from hydra_ray.rundir import RunDirectory, last
 from planner.cost import CostModel
 from planner.iteration import iteration_s, rank_loads_s
 from planner.plan import Plan
@@ -49,7 +51,16 @@ def step_record(
         "peak_bytes": max((result.peak_bytes for result in results), default=None),
         "bytes_sent": bytes_sent(results),
         "sequence_ids": batch.sequence_ids.tolist(),
+        "cursor_after": batch.cursor_after.to_dict(),
     }
+
+
+def cursor_after(directory: RunDirectory, step: int) -> DataCursor:
+    """Where the batch after `step` starts, as the run wrote it down. O(steps)."""
+    record = last(directory.steps(), step=step)
+    if record is None:
+        raise LookupError(f"step {step} is not in steps.jsonl")
+    return DataCursor.from_dict(record["cursor_after"])
 
 
 def sequences_by_degree(plan: Plan) -> dict[str, int]:

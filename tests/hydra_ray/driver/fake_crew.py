@@ -110,10 +110,12 @@ class FakeCrew:
         *,
         timeout_s: float,
     ) -> Answers:
-        assert not any(self.workers[worker].is_dead for worker in workers)
         answers = Answers()
+        gone = {w for w in workers if w not in self.workers or self.workers[w].is_dead}
+        assert method == "finish_save" or gone <= self.workers.keys(), "called an ended worker"
         step = arguments(workers[0])[0].step if method == "run_step" else None
-        faults = [f for w in workers if (f := self._fault(w, method, step))]
+        faults = [Fault(w, method) for w in gone]
+        faults += [f for w in workers if w not in gone and (f := self._fault(w, method, step))]
         dead = {fault.worker for fault in faults}
         collective = method in {"join", "sync_state", "run_step"}
         early = faults[0].applied_by if faults else 0
@@ -128,7 +130,8 @@ class FakeCrew:
             elif not reaches_end:
                 answers.unblocked[worker] = "connection closed by peer"
         for worker in dead:
-            self.workers[worker].is_dead = True
+            if worker in self.workers:
+                self.workers[worker].is_dead = True
         return answers
 
     def _fault(self, worker: int, method: str, step: int | None = None) -> Fault | None:
@@ -181,14 +184,16 @@ class FakeCrew:
             nonfinite_sequences=() if finite else (int(sent.sequence_ids[0]),),
         )
 
-    def _save_shard(
-        self, worker: int, workers: Sequence[int], folder: str
-    ) -> tuple[ShardInfo, ...]:
+    def _start_save(self, worker: int, workers: Sequence[int], folder: str) -> None:
         me = self.workers[worker]
         self.files[folder] = (me.applied, list(me.history))
+
+    def _finish_save(self, worker: int, workers: Sequence[int]) -> tuple[ShardInfo, ...]:
         return ()
 
-    def _load_shard(self, worker: int, workers: Sequence[int], folder: str) -> int:
+    def _load_shard(
+        self, worker: int, workers: Sequence[int], folder: str, shards: tuple[ShardInfo, ...]
+    ) -> int:
         me = self.workers[worker]
         me.applied, me.history = self.files[folder][0], list(self.files[folder][1])
         return me.applied

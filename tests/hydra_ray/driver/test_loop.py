@@ -37,7 +37,7 @@ def test_an_undisturbed_run_trains_every_step_once(bench, undisturbed):
     assert sorted(flat[:40]) == list(range(1000, 1040))
 
 
-@pytest.mark.parametrize("method", ["load", "join", "run_step", "sync_state", "save_shard"])
+@pytest.mark.parametrize("method", ["load", "join", "run_step", "sync_state", "start_save"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_death_in_any_call_changes_no_batch(bench, undisturbed, method, when):
     faults = [Fault(2, method, 5 if method == "run_step" else None, when)]
@@ -249,7 +249,9 @@ FAULTS = st.lists(
     st.builds(
         Fault,
         worker=st.integers(0, 9),
-        method=st.sampled_from(["load", "join", "sync_state", "run_step", "save_shard"]),
+        method=st.sampled_from(
+            ["load", "join", "sync_state", "run_step", "start_save", "finish_save"]
+        ),
         step=st.none(),
         when=st.sampled_from(["before", "after"]),
         applied_by=st.integers(0, 6),
