@@ -1,7 +1,11 @@
-"""What docs/planner.md shows from a notebook works as it stands."""
+"""What docs/planner.md shows from a notebook works as it stands, from one import."""
 
 import re
 from pathlib import Path
+
+import pytest
+
+import planner
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 
@@ -12,3 +16,13 @@ def test_the_first_snippet_plans_and_prints(capsys):
     printed = capsys.readouterr().out
     assert "PlanSummary(planner='hydra-opt'" in printed
     assert "[262144]" in printed
+
+
+@pytest.mark.parametrize("name", planner.__all__)
+def test_every_public_name_is_found(name):
+    assert getattr(planner, name).__module__.startswith("planner.")
+
+
+def test_other_names_are_not():
+    with pytest.raises(AttributeError, match="plans"):
+        _ = planner.plans
