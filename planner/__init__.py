@@ -9,39 +9,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from planner.bound import lower_bound
     from planner.cost import CostModel
-    from planner.fit import fit
     from planner.plan import Plan
     from planner.pool import PoolShape
     from planner.presets import preset
     from planner.registry import get_planner, planner_names
     from planner.summary import summarize
-    from planner.validate import validate
 
 # Found on first use: most of the project imports a type or an error from here and no compiler.
+# No name here is a module's too (validate, fit): importing the module would replace it.
 _HOMES = {
     "CostModel": "planner.cost",
     "Plan": "planner.plan",
     "PoolShape": "planner.pool",
-    "fit": "planner.fit",
     "get_planner": "planner.registry",
     "lower_bound": "planner.bound",
     "planner_names": "planner.registry",
     "preset": "planner.presets",
     "summarize": "planner.summary",
-    "validate": "planner.validate",
 }
 
 __all__ = [
     "CostModel",
     "Plan",
     "PoolShape",
-    "fit",
     "get_planner",
     "lower_bound",
     "planner_names",
     "preset",
     "summarize",
-    "validate",
 ]
 
 

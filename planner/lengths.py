@@ -12,7 +12,9 @@ DIGIT_MASK = (1 << DIGIT_BITS) - 1
 
 
 def checked_lengths(lengths: npt.ArrayLike, pool: PoolShape) -> IntArray:
-    """The lengths as [N] int64, once each is known to fit the pool. O(N).
+    """A copy of the lengths as [N] int64, once each is known to fit the pool. O(N).
+
+    A copy, as the plan keeps it: what the caller does with theirs must not change a plan.
 
     Raises:
         InputError: not one axis, not whole numbers, or not above zero.
@@ -32,7 +34,7 @@ def checked_lengths(lengths: npt.ArrayLike, pool: PoolShape) -> IntArray:
             limit="an integer dtype",
             remedy="Convert the lengths to integers first.",
         )
-    whole = array.astype(np.int64, copy=False)
+    whole = array.astype(np.int64)
     _check_range(whole, pool)
     return whole
 

@@ -19,8 +19,10 @@ def test_the_first_snippet_plans_and_prints(capsys):
 
 
 @pytest.mark.parametrize("name", planner.__all__)
-def test_every_public_name_is_found(name):
+def test_every_public_name_is_found_and_is_no_module(name):
+    modules = {path.stem for path in Path(planner.__file__).parent.glob("*.py")}
     assert getattr(planner, name).__module__.startswith("planner.")
+    assert name not in modules
 
 
 def test_other_names_are_not():

@@ -37,6 +37,16 @@ def test_no_sequences_need_no_microbatches(planner):
     assert plan.num_microbatches == 0
 
 
+def test_a_plan_does_not_change_with_its_callers_array(planner):
+    lengths = np.array([3000, 20, 700])
+    plan = planner.plan(lengths, POOL, DENSE)
+    digest = plan.digest()
+    lengths[:] = 1
+    assert plan.digest() == digest
+    with pytest.raises(ValueError, match="read-only"):
+        plan.members[0] = 1
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.int64])
 def test_any_whole_dtype_will_do(planner, dtype):
     lengths = np.array([3000, 20, 20, 700], dtype=dtype)
