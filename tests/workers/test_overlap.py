@@ -1,4 +1,4 @@
-"""In the real model: when each all-to-all is launched and waited for, and that it changes no bit."""
+"""In the real model: when each all-to-all is launched and waited for; and it changes no bit."""
 
 from dataclasses import replace
 
