@@ -9,7 +9,7 @@ from planner.opt.task import Task, sample
 from planner.pool import IntArray
 
 # So many MB counts are bisected so often, between these shares of the even load per MB.
-PROMISING, BISECTIONS = 4, 7
+PROMISING, BISECTIONS = 3, 6
 LOWEST, HIGHEST = 0.7, 1.4
 # The best target is varied by these factors.
 BESIDE = np.array([0.985, 0.99, 0.995, 1.005, 1.01, 1.015])

@@ -14,8 +14,11 @@ from planner.pool import IntArray, PoolShape
 SHORT_SHARE = 4
 # Where there are no more sequences than so many a rank, none is short.
 FEW_A_RANK = 8
-# A sequence joins a wider group only if its shards there are no thinner than this share of the
-# budget (128 tokens of 8192): thinner ones pay padding and traffic for nothing.
+# A sequence joins a wider group only if the ranks together work no longer than so many times what
+# they would at its own degree.
+JOIN_WASTE = 1.35
+# Short sequences join groups of degree k if they are this share of the budget times k (128 tokens
+# a rank of 8192): padding would waste the rest. Only a matter of speed.
 THINNEST_SHARE = 64
 
 # Rows of `Task.costs`; all-to-all is part of the linear cost.
@@ -34,7 +37,8 @@ class Task(NamedTuple):
         costs: [4, D] the coefficients of `CostTable`.
         fixed_s: t0 of a microbatch.
         pad_unit, budget, num_ranks: of the pool.
-        thinnest: tokens of the thinnest shard that is worth cutting by choice.
+        join_waste: JOIN_WASTE.
+        least_joining: tokens of the least short sequence that may join a group.
         num_joinable: degrees, from the least, whose groups short sequences may join.
         bubble: (p - 1) / v.
         step: legal MB counts are its multiples.
@@ -52,7 +56,8 @@ class Task(NamedTuple):
     pad_unit: int
     budget: int
     num_ranks: int
-    thinnest: int
+    join_waste: float
+    least_joining: int
     num_joinable: int
     bubble: float
     step: int
@@ -78,7 +83,8 @@ def make_task(longest_first: IntArray, pool: PoolShape, table: CostTable) -> Tas
         pad_unit=pool.pad_unit,
         budget=pool.token_budget,
         num_ranks=pool.num_ranks,
-        thinnest=0 if few else thinnest,
+        join_waste=JOIN_WASTE,
+        least_joining=2 * thinnest,
         num_joinable=int((2 * thinnest * table.degrees <= pool.token_budget // SHORT_SHARE).sum()),
         bubble=bubble_weight(pool),
         step=pool.legal_num_microbatches(1),
@@ -129,7 +135,8 @@ def with_totals(task: Task) -> Task:
         pad_unit,
         task.budget,
         task.num_ranks,
-        task.thinnest,
+        task.join_waste,
+        task.least_joining,
         task.num_joinable,
         task.bubble,
         task.step,

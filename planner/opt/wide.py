@@ -48,7 +48,8 @@ def pack_wide(task: Task, target: float, most_ranks: int) -> WideBins:
     bin to itself. Stops once the bins need more than `most_ranks` ranks.
     """
     lengths, costs, degrees = task.lengths, task.costs, task.degrees
-    pad_unit, budget, thinnest, num_long = task.pad_unit, task.budget, task.thinnest, task.num_long
+    pad_unit, budget, num_long = task.pad_unit, task.budget, task.num_long
+    join_waste = task.join_waste
     bin_degree, used = np.empty(num_long, np.int64), np.empty(num_long, np.int64)
     load, bin_of = np.empty(num_long), np.empty(num_long, np.int64)
     heaps, room = new_heaps(len(degrees), num_long), np.empty((2, len(degrees)))
@@ -61,7 +62,7 @@ def pack_wide(task: Task, target: float, most_ranks: int) -> WideBins:
         start = own if own != NONE else start  # shorter ones need no more
         at = NONE
         if own != NONE:
-            at = roomy_degree(length, own, room, costs, degrees, pad_unit, thinnest)
+            at = roomy_degree(length, own, room, join_waste, costs, degrees, pad_unit)
         if at != NONE:
             item = heaps[at, 1]
             seconds, tokens = on_rank(length, at, costs, degrees, pad_unit)
@@ -119,16 +120,23 @@ def roomy_degree(
     length: int,
     own: int,
     room: FloatArray,
+    join_waste: float,
     costs: FloatArray,
     degrees: IntArray,
     pad_unit: int,
-    thinnest: int,
 ) -> int:
-    """The widest degree, two ranks or more, whose lightest bin takes the sequence, or NONE."""
+    """The widest degree, two ranks or more, whose lightest bin takes the sequence, or NONE.
+
+    But no degree at which the ranks together work `join_waste` times as long as at its own:
+    traffic and padding eat the room there, and it costs less to leave it to a lower microbatch.
+    """
+    most_work = join_waste * on_rank(length, own, costs, degrees, pad_unit)[0] * degrees[own]
     for at in range(room.shape[1] - 1, max(own, 1) - 1, -1):
-        if room[SECONDS, at] <= 0 or (at > own and length < thinnest * degrees[at]):
+        if room[SECONDS, at] <= 0:
             continue
         seconds, tokens = on_rank(length, at, costs, degrees, pad_unit)
+        if seconds * degrees[at] > most_work:
+            continue
         if seconds <= room[SECONDS, at] and tokens <= room[TOKENS, at]:
             return at
     return NONE
@@ -146,7 +154,7 @@ def top_up(task: Task, bins: WideBins, order: IntArray, group_of: IntArray, leve
         level: seconds no bin is filled beyond.
     """
     lengths, costs, degrees = task.lengths, task.costs, task.degrees
-    pad_unit, budget, thinnest = task.pad_unit, task.budget, task.thinnest
+    pad_unit, budget, join_waste = task.pad_unit, task.budget, task.join_waste
     bin_degree, load, used = bins.degree, bins.load, bins.used
     heaps = new_heaps(task.num_joinable, len(order))
     room = np.empty((2, task.num_joinable))
@@ -160,9 +168,9 @@ def top_up(task: Task, bins: WideBins, order: IntArray, group_of: IntArray, leve
             room[TOKENS, at] = budget - used[heaps[at, 1]]
     for place in range(task.num_long, len(lengths)):
         length = lengths[place]
-        if length < 2 * thinnest:
+        if length < task.least_joining:
             break
-        at = roomy_degree(length, 0, room, costs, degrees, pad_unit, thinnest)
+        at = roomy_degree(length, 0, room, join_waste, costs, degrees, pad_unit)
         if at != NONE:
             item = heaps[at, 1]
             seconds, tokens = on_rank(length, at, costs, degrees, pad_unit)
