@@ -1,10 +1,10 @@
 """Writing and reading a checkpoint with the workers of a standing generation."""
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from hydra_ray.driver.checkpoints import Checkpoints, Manifest
 from hydra_ray.driver.crew import Crew
@@ -12,24 +12,33 @@ from hydra_ray.driver.errors import CheckpointError
 from hydra_ray.driver.generation import WorkersLostError
 from hydra_ray.driver.journal import Journal
 from planner.errors import HydraError
+from workers.errors import CheckpointMismatchError
 
-if TYPE_CHECKING:
-    from hydra_ray.driver.calls import Answers
+MOST_FAILURES = 3
+
+log = logging.getLogger(__name__)
 
 
-MOST_ABANDONED = 3
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A checkpoint in writing; `done` ends once it is valid, or holds what went wrong."""
+
+    step: int
+    done: Future[None]
 
 
 class Saving:
     """Writes checkpoints while training goes on, one at a time.
 
-    A worker that is lost before its share is written takes the checkpoint with it: its folder
-    never gets a manifest.
+    Training pauses while the workers copy their state; a thread of this class waits for their
+    shards, makes the checkpoint valid and removes old ones. A worker that is lost before its
+    share is written takes the checkpoint with it: its folder never gets a manifest, and the next
+    checkpoint's writing removes it.
 
     Args:
         checkpoints: where they go.
         crew: the workers that write them.
-        journal: told of each checkpoint once it is valid.
+        journal: told of each checkpoint once it is valid, and of each that came to nothing.
         keep: newest checkpoints to keep.
         timeout_s: limit of writing one.
     """
@@ -40,13 +49,14 @@ class Saving:
         self._checkpoints, self._crew, self._journal = checkpoints, crew, journal
         self._keep, self._timeout_s = keep, timeout_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
-        self._pending: tuple[Manifest, Future[Answers], float] | None = None
-        self._valid_step, self._num_abandoned = 0, 0
+        self._attempt: _Attempt | None = None
+        self._valid_step, self._num_failures = 0, 0
+        self.is_due_again = False  # the latest attempt came to nothing
 
     @property
     def last_step(self) -> int:
         """The step of the newest checkpoint that is valid or in writing; 0 before any."""
-        return self._pending[0].step if self._pending else self._valid_step
+        return self._attempt.step if self._attempt else self._valid_step
 
     def restored(self, step: int) -> None:
         """The run goes on from the checkpoint of `step`."""
@@ -61,58 +71,79 @@ class Saving:
 
         Raises:
             WorkersLostError: a worker was lost; there will be no such checkpoint.
+            CheckpointError: several in a row could not be written.
         """
+        started = time.monotonic()
         self.settle(wait=True)
         self._checkpoints.prepare(manifest.step)
-        folder, started = self._checkpoints.folder(manifest.step), time.monotonic()
+        folder = self._checkpoints.folder(manifest.step)
         copied = self._crew.call(
             workers, "start_save", lambda _: (folder,), timeout_s=self._timeout_s
         )
-        written = self._thread.submit(
-            self._crew.call, workers, "finish_save", lambda _: (), timeout_s=self._timeout_s
-        )
         if not copied.complete:
             raise WorkersLostError(copied.lost)
-        self._pending = (manifest, written, started)
+        self.is_due_again = False
+        pause_s = time.monotonic() - started
+        done = self._thread.submit(self._complete, tuple(workers), manifest, started, pause_s)
+        self._attempt = _Attempt(manifest.step, done)
 
     def settle(self, *, wait: bool) -> None:
-        """Make the checkpoint in writing valid if all its shards are written.
+        """See what became of the checkpoint in writing, if it has ended.
+
+        Args:
+            wait: until it has ended.
 
         Raises:
             CheckpointError: several in a row could not be written.
         """
-        if self._pending is None or not (wait or self._pending[1].done()):
+        if self._attempt is None or not (wait or self._attempt.done.done()):
             return
-        (manifest, written, started), self._pending = self._pending, None
-        answers = written.result(timeout=self._timeout_s + 60)
-        if not answers.complete:
-            self._abandon(manifest.step, "; ".join([*answers.lost.values()]))
+        attempt, self._attempt = self._attempt, None
+        error = attempt.done.exception(timeout=self._timeout_s + 60)
+        if error is None:
+            self._num_failures = 0
             return
-        shards = tuple(shard for share in answers.results.values() for shard in share)
-        self._checkpoints.commit(replace(manifest, shards=shards))
-        self._valid_step, self._num_abandoned = manifest.step, 0
-        self._checkpoints.retain(self._keep)
-        self._journal.event(
-            "checkpoint",
-            step=manifest.step,
-            folder=self._checkpoints.folder(manifest.step),
-            took_s=time.monotonic() - started,
-        )
-
-    def _abandon(self, step: int, cause: str) -> None:
-        self._num_abandoned += 1
-        self._journal.event("checkpoint_abandoned", step=step, cause=cause)
-        if self._num_abandoned >= MOST_ABANDONED:
-            raise CheckpointError(
-                "checkpoints cannot be written",
-                value=f"{self._checkpoints.folder(step)}: {cause}",
-                limit=f"{MOST_ABANDONED} attempts",
-                remedy="Free space there, or set checkpoint.path to another place.",
-            )
+        self.is_due_again = True
+        folder = self._checkpoints.folder(attempt.step)
+        log.warning("the checkpoint %s came to nothing: %s", folder, error)
+        self._journal.event("checkpoint_abandoned", step=attempt.step, cause=str(error))
+        if not isinstance(error, WorkersLostError):
+            self._count_failure(folder, error)
 
     def close(self) -> None:
         """End the thread, after the checkpoint in writing."""
         self._thread.shutdown(wait=True)
+
+    def _complete(
+        self, workers: tuple[int, ...], manifest: Manifest, started: float, pause_s: float
+    ) -> None:
+        written = self._crew.call(
+            workers, "finish_save", lambda _: (), timeout_s=self._timeout_s
+        )
+        if not written.complete:
+            raise WorkersLostError(written.lost)
+        shards = tuple(shard for share in written.results.values() for shard in share)
+        self._checkpoints.commit(replace(manifest, shards=shards))
+        self._valid_step = manifest.step
+        self._journal.event(
+            "checkpoint",
+            step=manifest.step,
+            folder=self._checkpoints.folder(manifest.step),
+            num_bytes=sum(shard.num_bytes for shard in shards),
+            took_s=time.monotonic() - started,
+            pause_s=pause_s,
+        )
+        self._checkpoints.retain(self._keep, newest=manifest.step)
+
+    def _count_failure(self, folder: str, error: BaseException) -> None:
+        self._num_failures += 1
+        if self._num_failures >= MOST_FAILURES:
+            raise CheckpointError(
+                "checkpoints cannot be written",
+                value=f"{folder}: {error}",
+                limit=f"{MOST_FAILURES} attempts",
+                remedy="Free space there, or set checkpoint.path to another place.",
+            ) from error
 
 
 def restore_newest(
@@ -129,14 +160,18 @@ def restore_newest(
 
     Raises:
         CheckpointError: there are checkpoints, and none can be read.
+        CheckpointMismatchError: the newest whole one is of another model or layout.
         WorkersLostError: a worker was lost.
     """
     steps = checkpoints.steps()
     for step in reversed(steps):
         try:
             manifest = checkpoints.read(step)
-            _load(crew, workers, checkpoints.folder(step), manifest, timeout_s)
+            _verify_and_load(crew, workers, checkpoints.folder(step), manifest, timeout_s)
+        except CheckpointMismatchError:
+            raise
         except HydraError as error:
+            log.warning("the checkpoint of step %d is damaged, an older one is due: %s", step, error)
             journal.event("checkpoint_damaged", step=step, error=str(error))
             continue
         return manifest
@@ -149,11 +184,16 @@ def restore_newest(
     return None
 
 
-def _load(
+def _verify_and_load(
     crew: Crew, workers: Sequence[int], folder: str, manifest: Manifest, timeout_s: float
 ) -> None:
-    """Have all workers load; between them they verify every shard once."""
+    """Have all workers verify every file once between them, and only then load."""
     shares = {w: manifest.shards[at :: len(workers)] for at, w in enumerate(workers)}
-    answers = crew.call(workers, "load_shard", lambda w: (folder, shares[w]), timeout_s=timeout_s)
-    if not answers.complete:
-        raise WorkersLostError(answers.lost)
+    names = tuple(sorted({shard.path.split("/")[0] for shard in manifest.shards}))
+    for method, arguments in (
+        ("verify_shards", lambda w: (folder, shares[w])),
+        ("load_shards", lambda _: (folder, names)),
+    ):
+        answers = crew.call(workers, method, arguments, timeout_s=timeout_s)
+        if not answers.complete:
+            raise WorkersLostError(answers.lost)
