@@ -129,11 +129,6 @@ class GroupRegistry:
         for group in world._world.pg_map:  # noqa: SLF001 - torch has no public list
             world._set_pg_timeout(timeout, group)  # noqa: SLF001 - nor a public setter
 
-    @property
-    def count(self) -> int:
-        """Process groups that exist in this process, Megatron's included."""
-        return len(dist.distributed_c10d._world.pg_map)  # noqa: SLF001 - torch has no public count
-
     def of(self, start: int, size: int, ulysses: int) -> CPGroups:
         """The groups of this rank inside the CP group [start, start + size).
 

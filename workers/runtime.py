@@ -105,6 +105,19 @@ class WorkerRuntime:
                 remedy="Leave it first.",
             )
         self._connections = Connections()
+        try:
+            replica = self._form(membership, pool)
+        except BaseException:
+            self._connections = None
+            raise
+        self._connections.seal()
+        self._membership, self._replica = membership, replica
+        if not replica.needed().keys() <= self._state.tensors.keys():
+            return 0
+        self._adopt(self._state)
+        return self._state.step
+
+    def _form(self, membership: Membership, pool: PoolShape) -> Replica:
         registry = GroupRegistry(membership, pool, self._training)
         try:
             replica = Replica.build(
@@ -114,12 +127,7 @@ class WorkerRuntime:
         except BaseException:
             registry.close()
             raise
-        self._connections.seal()
-        self._membership, self._replica = membership, replica
-        if not replica.needed().keys() <= self._state.tensors.keys():
-            return 0
-        self._adopt(self._state)
-        return self._state.step
+        return replica
 
     def leave(self) -> None:
         """Leave the generation, keeping the state; does nothing outside of one.
@@ -199,28 +207,37 @@ class WorkerRuntime:
     def start_save(self, folder: str) -> None:
         """Copy this process's share to host memory; a thread writes it while training goes on."""
         replica, membership = self._here()
-        self._writer.start(self._captured(), replica.owned_keys(), folder, membership.rank)
+        name = checkpoint.shard_name(membership.generation, membership.rank)
+        self._writer.start(self._captured(), replica.owned_keys(), f"{folder}/{name}")
 
     def finish_save(self) -> tuple[ShardInfo, ...]:
         """Wait for the share that `start_save` began; its files."""
         return self._writer.finish(_SAVE_TIMEOUT_S)
 
-    def load_shard(self, folder: str, shards: tuple[ShardInfo, ...] = ()) -> int:
+    def verify_shards(self, folder: str, shards: tuple[ShardInfo, ...]) -> None:
+        """Check some files of a checkpoint by size and checksum, before anyone loads it.
+
+        Raises:
+            CheckpointError: one is missing or damaged.
+        """
+        checkpoint.verify(folder, shards)
+
+    def load_shards(self, folder: str, names: tuple[str, ...]) -> int:
         """Take this process's part of a checkpoint's state.
 
         Args:
-            folder: the checkpoint, as written by `save_shard` of any pool.
-            shards: files to verify first, by size and checksum.
+            folder: the checkpoint's folder or URL, as written by any pool.
+            names: the folders of its shards in there.
 
         Returns:
             The checkpoint's step.
 
         Raises:
-            CheckpointError: a shard is missing, damaged, or made for another model.
+            CheckpointError: a shard cannot be read.
+            CheckpointMismatchError: the checkpoint is of another model or layout.
         """
         replica, _ = self._here()
-        checkpoint.verify(folder, shards)
-        self._adopt(checkpoint.read(folder, replica.needed()))
+        self._adopt(checkpoint.read(folder, names, replica.needed()))
         return self._state.step
 
     def fingerprint(self) -> dict[str, object]:
