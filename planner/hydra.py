@@ -8,7 +8,7 @@ from planner.layout import lay_out
 from planner.lengths import checked_lengths, longest_first
 from planner.microbatches import with_legal_count
 from planner.packing import Packing, PackingRules, grow_scan, pack_scan, packing_rules
-from planner.packing_heap import grow_heap, pack_heap
+from planner.packing_heap import grow_sorted, pack_heap
 from planner.plan import Plan, empty_plan
 from planner.pool import IntArray, PoolShape
 from planner.targets import closed_form_targets
@@ -21,7 +21,7 @@ class HydraPlanner:
     Args:
         name: what its plans are signed with.
         pack: Algorithm 1, as a scan or with heaps.
-        grow: the rule that gives idle ranks away, as a scan or with a heap.
+        grow: the rule that gives idle ranks away, as a scan or sorted.
     """
 
     name: str
@@ -49,7 +49,7 @@ class HydraPlanner:
 
 def hydra() -> HydraPlanner:
     """The planner "hydra": with heaps, compiled."""
-    return HydraPlanner("hydra", pack_heap, grow_heap)
+    return HydraPlanner("hydra", pack_heap, grow_sorted)
 
 
 def hydra_scan() -> HydraPlanner:

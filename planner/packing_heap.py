@@ -72,17 +72,27 @@ def pack_heap(lengths: IntArray, rules: PackingRules) -> Packing:
     )
 
 
-def grow_heap(packing: Packing, rules: PackingRules) -> IntArray:
-    """`packing.grow_scan`, in O(K log K)."""
+def grow_sorted(packing: Packing, rules: PackingRules) -> IntArray:
+    """`packing.grow_scan`, in O(K log K + K D).
+
+    The smallest group grows first and joins the next class, so classes are done in turn, each in
+    one order, heaviest first: a sort does what the paper's third heap does.
+    """
+    used = np.bincount(
+        packing.group_microbatch,
+        weights=rules.degrees[packing.group_class],
+        minlength=packing.num_microbatches,
+    )
+    idle = rules.num_ranks - used.astype(np.int64)
+    beside_idle = np.flatnonzero(idle[packing.group_microbatch] > 0)
+    heaviest_first = np.argsort(-packing.group_work[beside_idle], kind="stable")
     classes: IntArray = _grow(
-        packing.num_microbatches,
+        beside_idle[heaviest_first],
+        idle,
         packing.group_microbatch,
         packing.group_class,
-        packing.group_work,
-        packing.group_shortest,
+        packing.group_shortest // SMALLEST_SHARD_TOKENS,
         rules.degrees,
-        rules.num_ranks,
-        SMALLEST_SHARD_TOKENS,
     )
     return classes
 
@@ -343,47 +353,21 @@ def _square_root(value: int) -> int:
 
 @compiled
 def _grow(
-    num_microbatches: int,
+    order: IntArray,
+    idle: IntArray,
     group_microbatch: IntArray,
     group_class: IntArray,
-    group_work: IntArray,
-    group_shortest: IntArray,
+    group_most_ranks: IntArray,
     degrees: IntArray,
-    num_ranks: int,
-    smallest_shard: int,
 ) -> IntArray:
-    """Class by class: a group that grows joins the next class, so one order a class will do."""
+    """Classes [K] after growing, in the order given; uses `idle` [MBs] up."""
     classes = group_class.copy()
-    first, by_microbatch = _groups_by_microbatch(num_microbatches, group_microbatch)
-    for microbatch in range(num_microbatches):
-        members = by_microbatch[first[microbatch] : first[microbatch + 1]]
-        idle = num_ranks - degrees[classes[members]].sum()
-        for degree_class in range(len(degrees) - 1):
-            extra = degrees[degree_class + 1] - degrees[degree_class]
-            if idle < extra:
-                continue
-            shard = smallest_shard * degrees[degree_class + 1]
-            can_grow = (classes[members] == degree_class) & (group_shortest[members] >= shard)
-            growable = members[can_grow]
-            heaviest_first = np.argsort(-group_work[growable], kind="mergesort")
-            chosen = growable[heaviest_first[: idle // extra]]
-            classes[chosen] += 1
-            idle -= extra * len(chosen)
+    for c in range(len(degrees) - 1):
+        extra = degrees[c + 1] - degrees[c]
+        for group in order:
+            microbatch = group_microbatch[group]
+            can_be_cut = group_most_ranks[group] >= degrees[c + 1]
+            if classes[group] == c and can_be_cut and extra <= idle[microbatch]:
+                classes[group] += 1
+                idle[microbatch] -= extra
     return classes
-
-
-@compiled
-def _groups_by_microbatch(
-    num_microbatches: int, group_microbatch: IntArray
-) -> tuple[IntArray, IntArray]:
-    """Offsets [MBs + 1] and group ids [K] by microbatch: halving had appended some at the end."""
-    first = np.zeros(num_microbatches + 1, np.int64)
-    for microbatch in group_microbatch:
-        first[microbatch + 1] += 1
-    first = np.cumsum(first)
-    cursor = first[:-1].copy()
-    by_microbatch = np.empty(len(group_microbatch), np.int64)
-    for group in range(len(group_microbatch)):
-        by_microbatch[cursor[group_microbatch[group]]] = group
-        cursor[group_microbatch[group]] += 1
-    return first, by_microbatch
