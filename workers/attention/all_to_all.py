@@ -6,6 +6,10 @@ it: backward mirrors forward, and what the layer computes between the two hides 
 both directions. Autograd sees a 0-dim token between them, never the buffer in flight, because it
 may read or copy whatever it sees.
 
+On a GPU, NCCL runs each collective on a stream of its own: a launch makes that stream wait for
+what computes the tensor, a wait makes the computing stream wait for it, and the host for neither.
+gloo works in threads of its own.
+
 Shape legend: T local tokens, S = T * u tokens of the shard, H heads, D elements of a head.
 """
 
