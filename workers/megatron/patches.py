@@ -7,6 +7,7 @@ once, after the CPU shim.
 import functools
 import types
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntrop
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+from workers.errors import WorkerError
 from workers.megatron.context import captured
 
 MEGATRON_VERSION = "0.16.1"
@@ -23,10 +25,22 @@ _applied = False
 
 
 def apply() -> None:
-    """Patch the loaded megatron-core; the second call does nothing."""
+    """Patch the loaded megatron-core; the second call does nothing.
+
+    Raises:
+        WorkerError: it is not the version that the patches were written for.
+    """
     global _applied  # noqa: PLW0603 - a process is patched once
     if _applied:
         return
+    installed = version("megatron-core")
+    if installed != MEGATRON_VERSION:
+        raise WorkerError(
+            "megatron-core is not the version that hydra_ray patches",
+            value=installed,
+            limit=MEGATRON_VERSION,
+            remedy=f"pip install megatron-core=={MEGATRON_VERSION}",
+        )
     _applied = True
     _checkpoints_capture_the_microbatch()
     _run_without_transformer_engine()
