@@ -57,5 +57,5 @@ def test_a_dead_rank_is_named():
 
 
 def test_a_rank_that_waits_for_ever_is_given_up():
-    with pytest.raises(RankError, match="rank 1: no answer in 3.0 s"):
+    with pytest.raises(RankError, match="rank 1: no answer"):
         run_ranks(2, one_waits_for_ever, timeout_s=3.0)
