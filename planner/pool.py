@@ -10,6 +10,8 @@ from planner.errors import InputError
 
 IntArray = npt.NDArray[np.int64]
 
+COUNTS = ("num_ranks", "token_budget", "stages", "chunks", "expert_ranks", "pad_unit")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PoolShape:
@@ -35,7 +37,8 @@ class PoolShape:
     pad_unit: int = 2
 
     def __post_init__(self) -> None:
-        for field in ("num_ranks", "token_budget", "stages", "chunks", "expert_ranks", "pad_unit"):
+        capped = () if self.max_degree is None else ("max_degree",)
+        for field in (*COUNTS, *capped):
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
                 raise InputError(

@@ -12,6 +12,9 @@ from planner.validate import validate
 
 from .batches import COSTS, pools_with_batches
 
+# The first test that plans compiles: seconds on an idle machine, minutes on a crowded one.
+pytestmark = pytest.mark.timeout(600)
+
 POOL = PoolShape(num_ranks=8, token_budget=1024)
 
 
@@ -87,7 +90,9 @@ def test_the_longest_sequence_that_fits_is_placed(planner):
     assert plan.group_size.max() == 8
 
 
-@pytest.mark.parametrize("field", ["num_ranks", "token_budget", "stages", "chunks", "pad_unit"])
+@pytest.mark.parametrize(
+    "field", ["num_ranks", "token_budget", "stages", "chunks", "pad_unit", "max_degree"]
+)
 @pytest.mark.parametrize("value", [0, -1, 2.5])
 def test_bad_pools_are_refused(field, value):
     fields = {"num_ranks": 4, "token_budget": 64, field: value}
