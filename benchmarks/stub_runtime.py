@@ -63,7 +63,10 @@ class StubRuntime:
         """Nothing was saved."""
         return ()
 
-    def load_shard(self, folder: str, shards: tuple[ShardInfo, ...]) -> int:
+    def verify_shards(self, folder: str, shards: tuple[ShardInfo, ...]) -> None:
+        """Nothing to check."""
+
+    def load_shards(self, folder: str, names: tuple[str, ...]) -> int:
         """Nothing to read."""
         return self._applied
 

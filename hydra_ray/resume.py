@@ -10,19 +10,19 @@ DECIDES_THE_RUN = ("seed", "context", "global_batch_tokens", "model", "dtype")
 
 
 def check_resume(recipe: Recipe, checkpoints: Checkpoints, corpus_fingerprint: str) -> None:
-    """Check that the newest checkpoint is of this corpus and of the settings that decide a run.
+    """Check that the newest readable checkpoint is of this corpus and of settings that go on.
 
     Workers, planner, budget and the like may differ: they do not change what is computed.
 
     Raises:
         InputError: another corpus, or a setting that would make it another run.
-        CheckpointError: the newest manifest is damaged.
+        CheckpointError: there are checkpoints, and no manifest can be read.
     """
-    steps = checkpoints.steps()
-    if not steps:
+    manifest = checkpoints.newest_readable()
+    if manifest is None:
         return
-    manifest = checkpoints.read(steps[-1])
     now: dict[str, Any] = recipe.model_dump(mode="json")
+    _check_tensor_ranks(manifest.config["parallel"]["tensor"], recipe.parallel.tensor)
     changed = [key for key in DECIDES_THE_RUN if manifest.config[key] != now[key]]
     if changed:
         raise InputError(
@@ -36,4 +36,15 @@ def check_resume(recipe: Recipe, checkpoints: Checkpoints, corpus_fingerprint: s
             "the corpus differs from the one the run was started with",
             value=recipe.corpus_path,
             remedy="Resume with the same corpus, or start a new run.",
+        )
+
+
+def _check_tensor_ranks(then: int, now: int) -> None:
+    """Split weights are stored by their parts; every other axis may change."""
+    if then != now:
+        raise InputError(
+            "a checkpoint goes on with the tensor-parallel size it was made with only",
+            value=f"parallel.tensor = {now}",
+            limit=f"parallel.tensor = {then}",
+            remedy="Set it back; workers, pipeline, chunks and expert may change.",
         )

@@ -51,8 +51,11 @@ class Runtime(Protocol):
     def finish_save(self) -> tuple[ShardInfo, ...]:
         """Wait for the share in writing; from another thread."""
 
-    def load_shard(self, folder: str, shards: tuple[ShardInfo, ...]) -> int:
-        """Verify some shards and take a checkpoint's state; returns its step."""
+    def verify_shards(self, folder: str, shards: tuple[ShardInfo, ...]) -> None:
+        """Check some files of a checkpoint."""
+
+    def load_shards(self, folder: str, names: tuple[str, ...]) -> int:
+        """Take a checkpoint's state; returns its step."""
 
     def fingerprint(self) -> dict[str, Any]:
         """The applied step and a digest of the weights."""
@@ -139,15 +142,21 @@ class HydraWorker:
         self._runtime.start_save(folder)
         self._note("idle")
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="save")
     def finish_save(self) -> tuple[ShardInfo, ...]:
         """Wait for the share in writing; its files."""
         return self._runtime.finish_save()
 
-    def load_shard(self, folder: str, shards: tuple[ShardInfo, ...]) -> int:
-        """Take a checkpoint's state, once `shards` of it are verified; returns its step."""
-        self._note("load_shard")
-        return self._done(self._runtime.load_shard(folder, shards))
+    def verify_shards(self, folder: str, shards: tuple[ShardInfo, ...]) -> None:
+        """Check some files of a checkpoint by size and checksum."""
+        self._note("verify_shards")
+        self._runtime.verify_shards(folder, shards)
+        self._note("idle")
+
+    def load_shards(self, folder: str, names: tuple[str, ...]) -> int:
+        """Take a checkpoint's state from the shards of these names; returns its step."""
+        self._note("load_shards")
+        return self._done(self._runtime.load_shards(folder, names))
 
     def fingerprint(self) -> dict[str, Any]:
         """The applied step and a digest of the weights."""
@@ -173,5 +182,5 @@ class HydraWorker:
 
 
 WorkerActor: Any = ray.remote(
-    max_restarts=0, max_task_retries=0, concurrency_groups={"control": 3}
+    max_restarts=0, max_task_retries=0, concurrency_groups={"control": 2, "save": 1}
 )(HydraWorker)

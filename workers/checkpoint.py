@@ -1,128 +1,138 @@
 """A checkpoint's shards: each process writes the keys it owns, any pool reads them back.
 
-Every writer uses torch.distributed.checkpoint on its own folder, `shard_00003/` for rank 3, so
-writing needs no collective (unless the optimizer is sharded) and a reader finds each key by the
-shards' metadata, whatever the number of workers then or now. The driver writes the manifest.
+Every writer uses torch.distributed.checkpoint on a folder of its own, so writing needs no
+collective (unless the optimizer is sharded) and a reader finds each key by the shards' metadata,
+whatever the number of workers then or now. A shard's name holds generation and rank, so that what
+an attempt that was given up still writes never mixes with the next attempt's. The driver writes the
+manifest, which lists the files that count.
 """
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from workers.errors import CheckpointError
+from workers.errors import CheckpointError, CheckpointMismatchError
 from workers.protocol import ShardInfo
+from workers.shard_files import shard_reader, shard_writer
 from workers.state import TrainState
+from workers.storage import checksum, open_storage
 
 _STEP_KEY = "step"
-_BLOCK_BYTES = 1 << 22
 
 
 class ShardWriter:
-    """Writes one process's shard in the background; one at a time."""
+    """Writes one process's shards in the background, one after the other."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._running: Future[tuple[ShardInfo, ...]] | None = None
+        self._latest: Future[tuple[ShardInfo, ...]] | None = None
 
-    def start(self, state: TrainState, owned: Iterable[str], folder: str, rank: int) -> None:
-        """Copy the owned tensors to host memory now, and write them while training goes on."""
-        if self._running is not None:
-            raise CheckpointError("a shard is still being written", remedy="Finish it first.")
+    def start(self, state: TrainState, owned: Iterable[str], path: str) -> None:
+        """Copy the owned tensors to host memory now, and write them while training goes on.
+
+        A shard still in writing was given up by the driver: it is written to its end, first.
+
+        Args:
+            state: what this process holds.
+            owned: the keys it writes.
+            path: the shard's own folder, or its URL.
+        """
         snapshot = {key: state.tensors[key].detach().cpu().clone() for key in owned}
-        self._running = self._thread.submit(_write, snapshot, state.step, folder, rank)
+        self._latest = self._thread.submit(_write, snapshot, state.step, path)
 
     def finish(self, timeout_s: float) -> tuple[ShardInfo, ...]:
-        """Wait for the shard that was started; its files with sizes and checksums."""
-        if self._running is None:
-            return ()
-        try:
-            return self._running.result(timeout_s)
-        finally:
-            self._running = None
+        """Wait for the shard that was started last; its files with sizes and checksums.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        latest = self._latest
+        return () if latest is None else latest.result(timeout_s)
 
     def close(self) -> None:
         """End the writing thread, after the shard in progress."""
         self._thread.shutdown(wait=True)
 
 
-def _write(
-    tensors: dict[str, torch.Tensor], step: int, folder: str, rank: int
-) -> tuple[ShardInfo, ...]:
+def shard_name(generation: int, rank: int) -> str:
+    """The folder of one process's shard within a checkpoint."""
+    return f"shard_{generation:05d}_{rank:05d}"
+
+
+def _write(tensors: dict[str, torch.Tensor], step: int, path: str) -> tuple[ShardInfo, ...]:
     if not tensors:
         return ()
-    path = Path(folder) / f"shard_{rank:05d}"
-    path.mkdir(parents=True, exist_ok=True)
-    writer = FileSystemWriter(path, single_file_per_rank=True)
-    save({**tensors, _STEP_KEY: step}, storage_writer=writer, no_dist=True)
-    return tuple(
-        ShardInfo(
-            path=f"{path.name}/{file.name}",
-            num_bytes=file.stat().st_size,
-            blake2b=checksum(file),
-        )
-        for file in sorted(path.iterdir())
-    )
-
-
-def checksum(file: Path) -> str:
-    """A 128-bit BLAKE2b of a file, in hexadecimal."""
-    state = hashlib.blake2b(digest_size=16)
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            state.update(block)
-    return state.hexdigest()
+    writer, stored = shard_writer(path)
+    try:
+        save({**tensors, _STEP_KEY: step}, storage_writer=writer, no_dist=True)
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(
+            "a checkpoint shard cannot be written",
+            value=path,
+            limit=_cause(error),
+            remedy="Free space there, or set checkpoint.path to another place.",
+        ) from None
+    return stored.written()
 
 
 def verify(folder: str, shards: Iterable[ShardInfo]) -> None:
-    """Check that every shard is there, and is what was written.
+    """Check that files are there, and are what was written.
 
     Raises:
         CheckpointError: a file is missing, or its size or checksum differs.
     """
+    files, inner = open_storage(folder)
     for shard in shards:
-        file = Path(folder) / shard.path
-        if not file.is_file():
-            raise CheckpointError("a checkpoint shard is missing", value=file)
-        if file.stat().st_size != shard.num_bytes or checksum(file) != shard.blake2b:
+        try:
+            found = checksum(files, f"{inner}/{shard.path}")
+        except OSError as error:
+            raise CheckpointError(
+                "a checkpoint shard is missing, or cannot be read",
+                value=f"{folder}/{shard.path}",
+                limit=f"{type(error).__name__}: {error}",
+            ) from None
+        if found != (shard.num_bytes, shard.blake2b):
             raise CheckpointError(
                 "a checkpoint shard is damaged",
-                value=file,
+                value=f"{folder}/{shard.path}: {found[0]} bytes with checksum {found[1]}",
                 limit=f"{shard.num_bytes} bytes with checksum {shard.blake2b}",
                 remedy="Resume from an older checkpoint.",
             )
 
 
-def read(folder: str, wanted: dict[str, torch.Tensor]) -> TrainState:
+def read(folder: str, names: Sequence[str], wanted: dict[str, torch.Tensor]) -> TrainState:
     """The tensors of `wanted`, filled from whichever shards hold them.
 
+    The metadata of shards are pickles: `verify` them first.
+
     Args:
-        folder: the checkpoint's folder, with its `shard_*` folders.
+        folder: the checkpoint's folder or URL.
+        names: the folders of its shards in there.
         wanted: a tensor of the right shape and type for each key; left as it is.
 
     Raises:
-        CheckpointError: there is no shard, a key is in none, or a shape differs.
+        CheckpointError: a shard cannot be read.
+        CheckpointMismatchError: a key is in no shard, or a shape differs.
     """
     tensors = {key: torch.empty_like(tensor, device="cpu") for key, tensor in wanted.items()}
     step = -1
     missing = set(tensors)
-    for path in sorted(Path(folder).glob("shard_*")):
-        reader = FileSystemReader(path)
-        stored = reader.read_metadata().state_dict_metadata
-        mine = {key: tensors[key] for key in stored if key in tensors}
-        _check_shapes(mine, stored, path)
-        part: dict[str, Any] = {**mine, _STEP_KEY: step}
-        load(part, storage_reader=reader, no_dist=True)
-        step = part[_STEP_KEY]
-        missing -= mine.keys()
+    for name in sorted(names):
+        path = f"{folder}/{name}"
+        try:
+            found, step = _read_shard(path, tensors)
+        except (CheckpointException, OSError) as error:
+            raise CheckpointError(
+                "a checkpoint shard is missing, or cannot be read", value=path, limit=_cause(error)
+            ) from None
+        missing -= found
     if missing or step < 0:
-        raise CheckpointError(
+        raise CheckpointMismatchError(
             "the checkpoint does not hold the model's state",
             value=f"{folder}, {len(missing)} of {len(wanted)} tensors missing",
             limit=min(missing) if missing else "at least one shard",
@@ -131,13 +141,31 @@ def read(folder: str, wanted: dict[str, torch.Tensor]) -> TrainState:
     return TrainState(step=step, tensors=tensors)
 
 
-def _check_shapes(mine: dict[str, torch.Tensor], stored: Mapping[str, object], path: Path) -> None:
+def _read_shard(path: str, tensors: Mapping[str, torch.Tensor]) -> tuple[set[str], int]:
+    """Fill those of `tensors` that the shard holds; which they are, and the step."""
+    reader = shard_reader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    mine = {key: tensors[key] for key in stored if key in tensors}
+    _check_shapes(mine, stored, path)
+    part: dict[str, Any] = {**mine, _STEP_KEY: -1}
+    load(part, storage_reader=reader, no_dist=True)
+    return set(mine), int(part[_STEP_KEY])
+
+
+def _check_shapes(mine: dict[str, torch.Tensor], stored: Mapping[str, object], path: str) -> None:
     for key, tensor in mine.items():
         size = getattr(stored[key], "size", None)
         if size != tensor.shape:
-            raise CheckpointError(
+            raise CheckpointMismatchError(
                 f"the checkpoint's {key} has another shape",
                 value=f"{size} in {path}",
                 limit=tuple(tensor.shape),
                 remedy="Resume with the model it was made with.",
             )
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong beneath torch's collection of every rank's failures."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}"

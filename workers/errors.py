@@ -32,4 +32,8 @@ class StateError(WorkerError):
 
 
 class CheckpointError(WorkerError):
-    """A checkpoint shard is missing, damaged, or made for another layout."""
+    """A checkpoint shard cannot be written, is missing, damaged, or of another layout."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A whole checkpoint, but of another model or tensor-parallel size: no older one will do."""

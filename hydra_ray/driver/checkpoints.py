@@ -6,17 +6,17 @@
 manifest last, so that a checkpoint is whole or is none.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import fsspec
-
 from hydra_ray.data.batches import DataCursor
 from hydra_ray.driver.errors import CheckpointError
 from workers.protocol import ShardInfo
+from workers.storage import is_folder_of_this_machine, open_storage
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -45,22 +45,31 @@ class Manifest:
     shards: tuple[ShardInfo, ...]
 
     def to_json(self) -> str:
-        """The manifest's text."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        """The manifest's text, with a checksum of its own."""
+        values = {"format": FORMAT, **asdict(self)}
+        return json.dumps({"checksum": _checksum(values), **values}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
         """Read `to_json`'s text.
 
         Raises:
-            ValueError, KeyError, TypeError: the text is no manifest of this format.
+            ValueError, KeyError, TypeError: the text is no whole manifest of this format.
         """
         values = json.loads(text)
-        if values.pop("format") != FORMAT:
+        if values["format"] != FORMAT:
             raise ValueError("another format")
+        if values.pop("checksum") != _checksum(values):
+            raise ValueError("another checksum")
+        del values["format"]
         cursor = DataCursor.from_dict(values.pop("cursor"))
         shards = tuple(ShardInfo(**shard) for shard in values.pop("shards"))
         return cls(cursor=cursor, shards=shards, **values)
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class Checkpoints:
@@ -68,7 +77,7 @@ class Checkpoints:
 
     def __init__(self, path: str) -> None:
         self.path = path.rstrip("/")
-        self._files, self._root = fsspec.core.url_to_fs(self.path)
+        self._files, self._root = open_storage(self.path)
 
     def folder(self, step: int) -> str:
         """Where the shards of `step` go: what workers are told."""
@@ -82,29 +91,27 @@ class Checkpoints:
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, which makes the checkpoint valid.
 
+        A folder gets it by renaming, so that it is never seen half written; an object store shows
+        no object before it is whole.
+
         Raises:
             CheckpointError: it cannot be written.
         """
-        target = f"{self._inner(manifest.step)}/{MANIFEST}"
+        target, text = f"{self._inner(manifest.step)}/{MANIFEST}", manifest.to_json().encode()
         try:
-            with self._files.open(f"{target}.part", "w") as file:
-                file.write(manifest.to_json())
-            self._files.mv(f"{target}.part", target)
+            if is_folder_of_this_machine(self.path):
+                self._files.pipe_file(f"{target}.part", text)
+                self._files.mv(f"{target}.part", target)
+            else:
+                self._files.pipe_file(target, text)
         except OSError as error:
             raise CheckpointError(
                 "a checkpoint's manifest cannot be written", value=target, limit=str(error)
             ) from error
 
     def steps(self) -> list[int]:
-        """The steps of all valid checkpoints, oldest first."""
-        if not self._files.exists(self._root):
-            return []
-        names = [
-            str(path).rstrip("/").rsplit("/", 1)[-1]
-            for path in self._files.ls(self._root, detail=False)
-        ]
-        found = sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
-        return [s for s in found if self._files.exists(f"{self._inner(s)}/{MANIFEST}")]
+        """The steps of all checkpoints that have a manifest, oldest first."""
+        return [step for step in self._folders() if self._has_manifest(step)]
 
     def read(self, step: int) -> Manifest:
         """The manifest of `step`, once its shards are seen to be there in full size.
@@ -114,38 +121,79 @@ class Checkpoints:
         Raises:
             CheckpointError: the manifest is damaged, or a shard is missing or cut short.
         """
-        path = f"{self._inner(step)}/{MANIFEST}"
+        folder = self._inner(step)
         try:
-            manifest = Manifest.from_json(self._files.cat_file(path).decode())
-            folder = self._inner(step)
-            sizes = {s.path: self._files.size(f"{folder}/{s.path}") for s in manifest.shards}
+            manifest = Manifest.from_json(self._files.cat_file(f"{folder}/{MANIFEST}").decode())
+            sizes = {path: info["size"] for path, info in self._found(folder).items()}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                "a checkpoint is damaged", value=path, limit=f"{type(error).__name__}: {error}"
+                "a checkpoint is damaged",
+                value=f"{self.folder(step)}/{MANIFEST}",
+                limit=f"{type(error).__name__}: {error}",
             ) from error
         for shard in manifest.shards:
-            if sizes[shard.path] != shard.num_bytes:
+            if sizes.get(shard.path) != shard.num_bytes:
                 raise CheckpointError(
-                    "a checkpoint shard is cut short",
-                    value=f"{self.folder(step)}/{shard.path}: {sizes[shard.path]} bytes",
+                    "a checkpoint shard is missing or cut short",
+                    value=f"{self.folder(step)}/{shard.path}: {sizes.get(shard.path)} bytes",
                     limit=f"{shard.num_bytes} bytes",
                 )
         return manifest
 
-    def retain(self, keep: int) -> Sequence[int]:
-        """Remove all but the newest `keep` valid checkpoints; returns the removed steps."""
-        old = self.steps()[:-keep]
-        for step in old:
+    def newest_readable(self) -> Manifest | None:
+        """The manifest a run would go on from, as far as manifests tell; None without any.
+
+        Raises:
+            CheckpointError: there are checkpoints, and no manifest can be read.
+        """
+        damage: CheckpointError | None = None
+        for step in reversed(self.steps()):
+            try:
+                return self.read(step)
+            except CheckpointError as error:
+                damage = damage or error
+        if damage is not None:
+            raise damage
+        return None
+
+    def retain(self, keep: int, *, newest: int) -> Sequence[int]:
+        """Remove what is older than the newest `keep` checkpoints, and attempts that were given up.
+
+        Checkpoints after `newest`, which the run went back from, neither count nor go.
+
+        Returns:
+            The removed steps.
+        """
+        until = [step for step in self._folders() if step <= newest]
+        valid = [step for step in until if self._has_manifest(step)]
+        kept = valid[-keep:]
+        removed = [step for step in until if step not in kept]
+        for step in removed:
             self.remove(step)
-        return old
+        return removed
 
     def remove(self, step: int) -> None:
         """Remove `step`'s checkpoint, manifest first so that it is never half valid."""
-        manifest = f"{self._inner(step)}/{MANIFEST}"
-        if self._files.exists(manifest):
-            self._files.rm_file(manifest)
+        if self._has_manifest(step):
+            self._files.rm_file(f"{self._inner(step)}/{MANIFEST}")
         if self._files.exists(self._inner(step)):
             self._files.rm(self._inner(step), recursive=True)
+
+    def _folders(self) -> list[int]:
+        """The steps of all folders, valid or not, oldest first."""
+        if not self._files.exists(self._root):
+            return []
+        paths = self._files.ls(self._root, detail=False)
+        names = [str(path).rstrip("/").rsplit("/", 1)[-1] for path in paths]
+        return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
+
+    def _found(self, folder: str) -> dict[str, dict[str, Any]]:
+        """Every file in a folder by its path in there, with what the file system knows of it."""
+        files = self._files.find(folder, detail=True)
+        return {str(path)[len(folder) + 1 :]: info for path, info in files.items()}
+
+    def _has_manifest(self, step: int) -> bool:
+        return bool(self._files.exists(f"{self._inner(step)}/{MANIFEST}"))
 
     def _inner(self, step: int) -> str:
         return f"{self._root}/step_{step:06d}"

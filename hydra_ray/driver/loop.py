@@ -7,6 +7,7 @@ consists of: the last applied step, the cursor of the next batch, and the genera
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import closing
 
 from hydra_ray.data.batches import DataCursor
 from hydra_ray.driver.checkpoints import Checkpoints, Manifest
@@ -100,25 +101,28 @@ class TrainingLoop:
         Raises:
             HydraError: what ended the run.
         """
-        while True:
-            self._recruit()
-            decision = decide(self._view(), self._settings.limits)
-            try:
-                match decision:
-                    case Train():
-                        self._train()
-                    case Save():
-                        self._save()
-                    case Reform(units, cause):
-                        self._reform(units, cause)
-                    case Wait():
-                        self._wait()
-                    case Finish(stopped) if self._has_settled():
-                        return RunState.STOPPED if stopped else RunState.FINISHED
-                    case Fail(error):
-                        raise error
-            except WorkersLostError as error:
-                self._lose(error.lost)
+        with closing(
+            self._saving
+        ):  # a checkpoint in writing is seen to its end, whatever ends the run
+            while True:
+                self._recruit()
+                decision = decide(self._view(), self._settings.limits)
+                try:
+                    match decision:
+                        case Train():
+                            self._train()
+                        case Save():
+                            self._save()
+                        case Reform(units, cause):
+                            self._reform(units, cause)
+                        case Wait():
+                            self._wait()
+                        case Finish(stopped) if self._has_settled():
+                            return RunState.STOPPED if stopped else RunState.FINISHED
+                        case Fail(error):
+                            raise error
+                except WorkersLostError as error:
+                    self._lose(error.lost)
 
     def _has_settled(self) -> bool:
         """Wait for the checkpoint in writing; False if it came to nothing, to look again."""
@@ -152,6 +156,7 @@ class TrainingLoop:
         if self._applied == self._saving.last_step:
             return False
         every = settings.save_every and self._applied % settings.save_every == 0
+        asked = asked or self._saving.is_due_again
         return bool(asked or ending or every or self._applied >= settings.num_steps)
 
     def _recruit(self) -> None:

@@ -117,9 +117,7 @@ class Saving:
     def _complete(
         self, workers: tuple[int, ...], manifest: Manifest, started: float, pause_s: float
     ) -> None:
-        written = self._crew.call(
-            workers, "finish_save", lambda _: (), timeout_s=self._timeout_s
-        )
+        written = self._crew.call(workers, "finish_save", lambda _: (), timeout_s=self._timeout_s)
         if not written.complete:
             raise WorkersLostError(written.lost)
         shards = tuple(shard for share in written.results.values() for shard in share)
@@ -171,7 +169,9 @@ def restore_newest(
         except CheckpointMismatchError:
             raise
         except HydraError as error:
-            log.warning("the checkpoint of step %d is damaged, an older one is due: %s", step, error)
+            log.warning(
+                "the checkpoint of step %d is damaged, an older one is due: %s", step, error
+            )
             journal.event("checkpoint_damaged", step=step, error=str(error))
             continue
         return manifest

@@ -19,7 +19,7 @@ from tests.workers.pool import (
     run_pool,
 )
 from workers import checkpoint
-from workers.errors import CheckpointError
+from workers.errors import CheckpointError, CheckpointMismatchError
 from workers.protocol import ModelSpec, ShardInfo, TrainingSpec
 from workers.runtime import WorkerRuntime
 
@@ -32,6 +32,10 @@ def train(runtime: WorkerRuntime, steps: range, num_ranks: int) -> None:
         pool = pool_shape(num_ranks, 96, TRAINING)
         payload = payload_of(plan_with("hydra", LENGTHS[step - 1], pool), seed=step)
         assert runtime.run_step(command_of(payload.plan, step), payload).applied
+
+
+def names_of(shards: tuple[ShardInfo, ...]) -> tuple[str, ...]:
+    return tuple(sorted({shard.path.split("/")[0] for shard in shards}))
 
 
 def save_and_go_on(
@@ -51,7 +55,8 @@ def load_and_go_on(
     rank: int, world_size: int, port: int, folder: str, shards: tuple[ShardInfo, ...]
 ) -> tuple[int, list[Part]]:
     runtime = joined(rank, world_size, port, GQA, TRAINING)
-    step = runtime.load_shard(folder, shards)
+    runtime.verify_shards(folder, shards[rank::world_size])
+    step = runtime.load_shards(folder, names_of(shards))
     train(runtime, range(3, 5), world_size)
     return step, parameter_parts(runtime)
 
@@ -70,7 +75,9 @@ def test_shards_name_every_file_and_all_workers_write(saved):
 
     files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert {shard.path for shard in shards} == files
-    assert {shard.path.split("/")[0] for shard in shards} == {f"shard_0000{r}" for r in range(3)}
+    assert {shard.path.split("/")[0] for shard in shards} == {
+        checkpoint.shard_name(1, rank) for rank in range(3)
+    }
     checkpoint.verify(str(folder), shards)
 
 
@@ -86,11 +93,13 @@ def test_another_pool_goes_on_from_it(saved, num_ranks: int):
         np.testing.assert_allclose(found[name], values, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-def load_alone(rank: int, world_size: int, port: int, model: ModelSpec, folder: str) -> str:
+def load_alone(
+    rank: int, world_size: int, port: int, model: ModelSpec, folder: str, names: tuple[str, ...]
+) -> str:
     runtime = joined(rank, world_size, port, model, TRAINING)
     before = runtime.fingerprint()
-    with pytest.raises(CheckpointError) as caught:
-        runtime.load_shard(folder)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        runtime.load_shards(folder, names)
     assert runtime.fingerprint() == before
     return str(caught.value)
 
@@ -99,15 +108,15 @@ def load_alone(rank: int, world_size: int, port: int, model: ModelSpec, folder: 
     "model", [replace(GQA, num_layers=4), replace(GQA, ffn_hidden_size=256)], ids=["more", "wider"]
 )
 def test_another_model_is_refused(saved, model: ModelSpec):
-    folder, _, _ = saved
+    folder, shards, _ = saved
 
-    (message,) = run_pool(1, load_alone, model, str(folder))
+    (message,) = run_pool(1, load_alone, model, str(folder), names_of(shards))
 
     assert "Resume with the model" in message
 
 
-def test_an_empty_folder_is_refused(tmp_path: Path):
-    run_pool(1, load_alone, GQA, str(tmp_path))
+def test_no_shard_at_all_is_refused(tmp_path: Path):
+    run_pool(1, load_alone, GQA, str(tmp_path), ())
 
 
 def test_damage_is_found(saved, tmp_path: Path):

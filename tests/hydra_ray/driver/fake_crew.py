@@ -191,8 +191,13 @@ class FakeCrew:
     def _finish_save(self, worker: int, workers: Sequence[int]) -> tuple[ShardInfo, ...]:
         return ()
 
-    def _load_shard(
+    def _verify_shards(
         self, worker: int, workers: Sequence[int], folder: str, shards: tuple[ShardInfo, ...]
+    ) -> None:
+        pass
+
+    def _load_shards(
+        self, worker: int, workers: Sequence[int], folder: str, names: tuple[str, ...]
     ) -> int:
         me = self.workers[worker]
         me.applied, me.history = self.files[folder][0], list(self.files[folder][1])

@@ -98,8 +98,12 @@ def test_a_checkpoint_is_valid_once_its_manifest_is_there(tmp_path, scheme):
     checkpoints.prepare(20)
     assert checkpoints.steps() == [5, 10, 15]
     assert checkpoints.read(15) == manifest(15)
-    assert checkpoints.retain(2) == [5]
+    assert checkpoints.retain(2, newest=15) == [5]
     assert checkpoints.steps() == [10, 15]
+    checkpoints.prepare(12)  # an attempt that was given up
+    assert checkpoints.retain(1, newest=15) == [10, 12]
+    assert checkpoints.retain(1, newest=5) == []
+    assert checkpoints.steps() == [15]
 
 
 def test_a_missing_or_short_shard_is_found(tmp_path):
@@ -107,7 +111,7 @@ def test_a_missing_or_short_shard_is_found(tmp_path):
     shard = ShardInfo(path="shard_00000/a.bin", num_bytes=4, blake2b="")
     checkpoints.prepare(5)
     checkpoints.commit(manifest(5, (shard,)))
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match=r"missing or cut short; got .* None bytes"):
         checkpoints.read(5)
     file = tmp_path / "step_000005" / shard.path
     file.parent.mkdir()
@@ -169,10 +173,15 @@ def test_routing_sends_the_batch_as_it_is_and_refuses_another_batch_s_plan(bench
         route(second, plan, step=4, generation=2)
 
 
-def test_manifests_survive_json():
+def test_manifests_survive_json_and_no_change():
     shard = ShardInfo(path="a", num_bytes=1, blake2b="b")
     whole = manifest(5, (shard,))
-    assert Manifest.from_json(whole.to_json()) == whole
+    text = whole.to_json()
+    assert Manifest.from_json(text) == whole
+    with pytest.raises(ValueError, match="another checksum"):
+        Manifest.from_json(text.replace('"position": 5', '"position": 7'))
+    with pytest.raises(json.JSONDecodeError):
+        Manifest.from_json(text[: len(text) // 2])
     other = json.loads(whole.to_json()) | {"format": 99}
     with pytest.raises(ValueError, match="another format"):
         Manifest.from_json(json.dumps(other))
