@@ -167,16 +167,27 @@ def _idle(
 def _params(microbatch: Microbatch, device: torch.device) -> MicrobatchParams:
     bounds = np.concatenate(([0], np.cumsum(microbatch.padded_lengths)))
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
-    longest = max(microbatch.padded_lengths)
+    positions = _table_length(max(microbatch.padded_lengths))
     return MicrobatchParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        max_seqlen_q=positions,
+        max_seqlen_kv=positions,
         cp_group=microbatch.groups.cp,
         microbatch=microbatch,
     )
+
+
+def _table_length(longest: int) -> int:
+    """How many positions Megatron is told to make rotary angles for.
+
+    It keeps the last 32 tables it made, one a length, so lengths that differ every microbatch
+    would keep 32 of the longest. Rounded to powers of two there are few, together twice the
+    longest. One more makes it odd: a table as long as all packed tokens, which are even, would
+    be taken for one position a packed token.
+    """
+    return (1 << (longest - 1).bit_length()) + 1
 
 
 def _on(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.device) -> torch.Tensor:

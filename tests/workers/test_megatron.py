@@ -53,5 +53,5 @@ def test_another_megatron_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(patches, "_applied", False)
     monkeypatch.setattr(patches, "version", lambda _: "0.17.0")
 
-    with pytest.raises(WorkerError, match="0.17.0"):
+    with pytest.raises(WorkerError, match=r"0\.17\.0"):
         patches.apply()
