@@ -1,12 +1,13 @@
 """The planner "hydra-opt"."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from planner.cost import CostModel, CostTable
 from planner.exact import solve
 from planner.hydra import hydra
+from planner.iteration import iteration_s
 from planner.layout import lay_out
 from planner.lengths import checked_lengths, longest_first
 from planner.opt.draft import Draft
@@ -14,13 +15,14 @@ from planner.opt.entry import fill_in, grow, make_draft, price
 from planner.opt.order import in_order
 from planner.opt.search import FEW, find_targets
 from planner.opt.task import Task, make_task
+from planner.packing import Packing
 from planner.plan import Plan, empty_plan
 from planner.pool import IntArray, PoolShape
 
 # So few sequences are searched through to the end, or for so many branches a MB count.
 TINY, MOST_NODES = 10, 20_000
-
-
+# A plan replaces another if its time is lower by more than rounding.
+WORTH_IT = 1 - 1e-9
 # So many plans are compared, and more where sequences are few: estimates take them for a fluid.
 MOST_PLANS, MOST_PLANS_OF_FEW = 3, 32
 
@@ -43,11 +45,19 @@ class HydraOptPlanner:
         ordered = lengths[places]
         table = cost.table(pool)
         task = fill_in(make_task(ordered, pool, table))
-        best = best_draft(paper_draft(task, pool, cost), task, table)
+        paper, target = hydra().packed(ordered, pool, cost)
+        best = best_draft(priced(paper, target, task), task, table)
         if len(ordered) <= TINY:
             best = searched_draft(best, task, pool, table)
-        packing = in_order(best)
-        return lay_out(self.name, packing, places, lengths, pool, table, best.target_s)
+        packing = paper if best.group_of is paper.sequence_group else in_order(best)
+        plan = lay_out(self.name, packing, places, lengths, pool, table, best.target_s)
+        return plan if pool.expert_ranks == 1 else self.better_in_blocks(plan, cost)
+
+    def better_in_blocks(self, plan: Plan, cost: CostModel) -> Plan:
+        """The plan, or the paper's if ranks coupled only in blocks finish that one sooner."""
+        paper = replace(hydra().plan(plan.lengths, plan.pool, cost), planner=self.name)
+        block = plan.pool.expert_ranks
+        return min(plan, paper, key=lambda either: iteration_s(either, cost, block))
 
 
 def best_draft(best: Draft, task: Task, table: CostTable) -> Draft:
@@ -65,7 +75,8 @@ def best_draft(best: Draft, task: Task, table: CostTable) -> Draft:
         if draft.iteration_s < np.inf:
             draft = grown(task, draft)
             plans += 1
-        best = draft if draft.iteration_s < best.iteration_s else best
+        if draft.iteration_s < best.iteration_s * WORTH_IT:
+            best = draft
     return best
 
 
@@ -75,10 +86,9 @@ def grown(task: Task, draft: Draft) -> Draft:
     return draft if ranks == task.num_ranks * draft.num_microbatches else grow(task, draft)
 
 
-def paper_draft(task: Task, pool: PoolShape, cost: CostModel) -> Draft:
-    """The plan of "hydra" as a draft."""
-    packing, target = hydra().packed(task.lengths, pool, cost)
-    return price(
+def priced(packing: Packing, target: float, task: Task) -> Draft:
+    """The groups of another planner as a draft."""
+    draft = price(
         task,
         packing.num_microbatches,
         packing.group_microbatch,
@@ -86,12 +96,14 @@ def paper_draft(task: Task, pool: PoolShape, cost: CostModel) -> Draft:
         packing.sequence_group,
         target,
     )
+    return draft._replace(group_of=packing.sequence_group)
 
 
 def searched_draft(best: Draft, task: Task, pool: PoolShape, table: CostTable) -> Draft:
     """The optimum of a tiny batch, or what a bounded search for it finds, if better than `best`."""
-    found = solve(task.lengths, pool, table, best.iteration_s, MOST_NODES)
+    found = solve(task.lengths, pool, table, best.iteration_s * WORTH_IT, MOST_NODES)
     if found.num_microbatches == 0:
         return best
     columns = (found.microbatch, found.degree, found.group_of)
-    return price(task, found.num_microbatches, *columns, best.target_s)
+    # Growing also undoes what the search cut finer than its microbatch's height asks for.
+    return grow(task, price(task, found.num_microbatches, *columns, best.target_s))
