@@ -75,8 +75,12 @@ class Saving:
         """
         started = time.monotonic()
         self.settle(wait=True)
-        self._checkpoints.prepare(manifest.step)
         folder = self._checkpoints.folder(manifest.step)
+        try:
+            self._checkpoints.prepare(manifest.step)
+        except OSError as error:
+            self._give_up(manifest.step, error)
+            return
         copied = self._crew.call(
             workers, "start_save", lambda _: (folder,), timeout_s=self._timeout_s
         )
@@ -102,13 +106,8 @@ class Saving:
         error = attempt.done.exception(timeout=self._timeout_s + 60)
         if error is None:
             self._num_failures = 0
-            return
-        self.is_due_again = True
-        folder = self._checkpoints.folder(attempt.step)
-        log.warning("the checkpoint %s came to nothing: %s", folder, error)
-        self._journal.event("checkpoint_abandoned", step=attempt.step, cause=str(error))
-        if not isinstance(error, WorkersLostError):
-            self._count_failure(folder, error)
+        else:
+            self._give_up(attempt.step, error)
 
     def close(self) -> None:
         """End the thread, after the checkpoint in writing."""
@@ -133,7 +132,14 @@ class Saving:
         )
         self._checkpoints.retain(self._keep, newest=manifest.step)
 
-    def _count_failure(self, folder: str, error: BaseException) -> None:
+    def _give_up(self, step: int, error: BaseException) -> None:
+        """Tell of an attempt that came to nothing; only what is no worker's loss is counted."""
+        self.is_due_again = True
+        folder = self._checkpoints.folder(step)
+        log.warning("the checkpoint %s came to nothing: %s", folder, error)
+        self._journal.event("checkpoint_abandoned", step=step, cause=str(error))
+        if isinstance(error, WorkersLostError):
+            return
         self._num_failures += 1
         if self._num_failures >= MOST_FAILURES:
             raise CheckpointError(

@@ -1,8 +1,9 @@
 """One embedded Ray for all integration tests, a small corpus, and runs on them."""
 
 import os
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,12 +21,13 @@ from hydra_ray.launch import LiveRun, follow, start
 from hydra_ray.rundir import RunDirectory, run_directory
 
 CONTEXT = 512
+SERVERS = frozenset({"cluster", "object_store"})
 NUM_CPUS = 8  # logical: more workers than cores, each of one thread
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on Ray come last of all: the others fork, which a process full of threads may not."""
-    items.sort(key=lambda item: "cluster" in getattr(item, "fixturenames", ()))
+    """Tests with servers come last of all: the others fork, which a threaded process may not."""
+    items.sort(key=lambda item: not SERVERS.isdisjoint(getattr(item, "fixturenames", ())))
 
 
 def write_corpus(path: Path, lengths: list[int]) -> Path:
@@ -54,7 +56,36 @@ def ray_folder() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def cluster(ray_folder: str) -> Iterator[None]:
+def object_store_port() -> Iterator[int]:
+    """Where an object store will be: workers learn it from the environment Ray starts with."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as reserved:
+        port = int(reserved.getsockname()[1])
+    values = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, value)
+        yield port
+
+
+@pytest.fixture(scope="session")
+def object_store(object_store_port: int) -> Iterator[str]:
+    """An S3 server on a port of this machine; yields the URL of an empty bucket."""
+    server_module = pytest.importorskip("moto.server")
+    s3fs = pytest.importorskip("s3fs")
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=object_store_port)
+    server.start()
+    s3fs.S3FileSystem(use_listings_cache=False).mkdir("bucket")
+    yield "s3://bucket"
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def cluster(ray_folder: str, object_store_port: int) -> Iterator[None]:
     """A Ray of the tests' own; nothing else is joined, and `ray stop` is never called."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
