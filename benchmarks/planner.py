@@ -87,8 +87,8 @@ def _print_text(row: dict[str, object], heading: str) -> str:
         return heading
     columns = COLUMNS[kind]
     if kind != heading:
-        print(f"\n{kind}\n" + "".join(f"{column:>15}" for column in columns))
-    print("".join(f"{_shown(row.get(column)):>15}" for column in columns), flush=True)
+        print(f"\n{kind}\n" + "  ".join(f"{column:>13}" for column in columns))
+    print("  ".join(f"{_shown(row.get(column)):>13}" for column in columns), flush=True)
     return kind
 
 
