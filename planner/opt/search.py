@@ -16,7 +16,7 @@ BESIDE = np.array([0.985, 0.99, 0.995, 1.005, 1.01, 1.015])
 # Batches of so few sequences are tried with so many targets more.
 FEW, GRID_POINTS = 1024, 64
 # Pools at least twice as large as this are searched on a sample: every r-th sequence on G / r
-# ranks. At full size its two best are estimated, and targets bisected about the very best.
+# ranks. At full size its best is estimated, and bisected about.
 SEARCH_RANKS = 512
 CLOSE, CLOSE_BISECTIONS = 1.015, 3
 
@@ -31,7 +31,7 @@ def find_targets(task: Task, table: CostTable) -> Candidates:
     found = search(fill_in(sample(task, every)), table)
     best = found.target[:1]
     close = Brackets(found.num_microbatches[:1], best / CLOSE, best * CLOSE)
-    return by_estimate(explore(task, close, CLOSE_BISECTIONS, found.target[:2]))
+    return by_estimate(explore(task, close, CLOSE_BISECTIONS, best))
 
 
 def search(task: Task, table: CostTable) -> Candidates:

@@ -10,7 +10,7 @@ from planner.opt.compiled import kernel
 from planner.pool import IntArray, PoolShape
 
 # A sequence shorter than a quarter of the budget is "short": one of many that fill a rank, never
-# cut, and in the estimates a fluid. An eighth or a half give the same plans within 0.3%.
+# cut, and in the estimates a fluid. An eighth gives the same plans, more slowly; a half worse ones.
 SHORT_SHARE = 4
 # Where there are no more sequences than so many a rank, none is short.
 FEW_A_RANK = 8
