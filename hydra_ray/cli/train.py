@@ -74,6 +74,7 @@ def check_and_prepare(recipe: "Recipe", run: str, *, resume: bool, local: bool) 
     directory = run_directory(recipe.storage_path, run)
     check_name_is_free(directory, resume=resume)
     check_recipe(recipe)
+    checkpoints = checkpoints_of(recipe, run, directory)
     if local:
         check_machine(recipe, num_cpus=usable_cores(), num_gpus=_usable_gpus())
     with (
@@ -84,7 +85,7 @@ def check_and_prepare(recipe: "Recipe", run: str, *, resume: bool, local: bool) 
     ):
         check_corpus(recipe, index)
         if resume:
-            check_resume(recipe, checkpoints_of(recipe, run, directory), index.fingerprint())
+            check_resume(recipe, checkpoints, index.fingerprint())
     return directory
 
 

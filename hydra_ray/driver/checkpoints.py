@@ -15,6 +15,7 @@ from typing import Any
 
 from hydra_ray.data.batches import DataCursor
 from hydra_ray.driver.errors import CheckpointError
+from planner.errors import InputError
 from workers.protocol import ShardInfo
 from workers.storage import is_folder_of_this_machine, open_storage
 
@@ -73,11 +74,27 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 class Checkpoints:
-    """The checkpoint folder of one run."""
+    """The checkpoint folder of one run.
+
+    Args:
+        path: a folder or any fsspec URL; it need not exist yet.
+
+    Raises:
+        InputError: no installed file system takes such a URL.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path.rstrip("/")
-        self._files, self._root = open_storage(self.path)
+        try:
+            self._files, self._root = open_storage(self.path)
+        except (ImportError, ValueError) as error:
+            raise InputError(
+                "checkpoints cannot be kept there",
+                value=path,
+                limit=str(error),
+                remedy="Install that file system's fsspec package (for s3://, the extra s3: "
+                "pip install '.[s3]'), or set checkpoint.path to a folder.",
+            ) from error
 
     def folder(self, step: int) -> str:
         """Where the shards of `step` go: what workers are told."""

@@ -106,6 +106,11 @@ def test_a_checkpoint_is_valid_once_its_manifest_is_there(tmp_path, scheme):
     assert checkpoints.steps() == [15]
 
 
+def test_a_url_of_no_known_file_system_is_refused():
+    with pytest.raises(InputError, match=r"got nosuch://bucket/run; .*extra s3"):
+        Checkpoints("nosuch://bucket/run")
+
+
 def test_a_missing_or_short_shard_is_found(tmp_path):
     checkpoints = Checkpoints(str(tmp_path))
     shard = ShardInfo(path="shard_00000/a.bin", num_bytes=4, blake2b="")
