@@ -10,6 +10,7 @@ from benchmarks.lengths import IntArray, draw_batch
 from planner.bound import lower_bound
 from planner.cost import CostModel
 from planner.iteration import Coupling, iteration_s
+from planner.plan import Plan
 from planner.pool import PoolShape
 from planner.presets import preset
 from planner.registry import get_planner
@@ -26,16 +27,19 @@ STAGES, CHUNKS = 4, 2
 BATCHES = 50
 FEWER_BATCHES = {("mcore-v2", 4096): 1}
 PLANNERS = ("static", "mcore-v2", "hydra", "hydra-opt")
+# These look at lengths only, so one plan serves every cost model.
+BLIND_TO_COST = ("static", "mcore-v2")
 FIRST_SEED = 1_000
+
+Key = tuple[str, str, Coupling]  # planner, cost, coupling
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a table's row is measured under."""
+    """The size of a batch and of the pool that plans it."""
 
     ranks: int
     context: int
-    cost: str
 
     def pool(self, expert_ranks: int = 1) -> PoolShape:
         """The pool planned for."""
@@ -47,54 +51,59 @@ class Setting:
             expert_ranks=expert_ranks,
         )
 
-    def batch(self, seed: int) -> IntArray:
-        """[N] lengths: the same batch for every planner and cost."""
-        return draw_batch(BATCH_TOKENS[self.ranks], self.context, seed)
+    def planners(self, turn: int) -> list[str]:
+        """Those that plan this turn's batch."""
+        return [p for p in PLANNERS if turn < FEWER_BATCHES.get((p, self.ranks), BATCHES)]
 
 
 def quality_rows() -> Iterator[dict[str, object]]:
     """One row a planner, size, context, cost and coupling."""
-    for ranks, context, cost in product(BATCH_TOKENS, TOKEN_BUDGETS, COSTS):
-        yield from _setting_rows(Setting(ranks, context, cost))
+    for ranks, context in product(BATCH_TOKENS, TOKEN_BUDGETS):
+        setting = Setting(ranks, context)
+        ratios: dict[Key, list[float]] = {key: [] for key in product(PLANNERS, COSTS, COUPLINGS)}
+        for turn in range(BATCHES):
+            for key, ratio in _ratios(setting, turn):
+                ratios[key].append(ratio)
+        yield from (_row(setting, key, ratios) for key in ratios)
 
 
-def _setting_rows(setting: Setting) -> Iterator[dict[str, object]]:
-    cost = preset(setting.cost)
-    ratios: dict[tuple[str, Coupling], list[float]] = {
-        key: [] for key in product(PLANNERS, COUPLINGS)
+def _row(setting: Setting, key: Key, ratios: dict[Key, list[float]]) -> dict[str, object]:
+    planner, cost, coupling = key
+    values, papers = ratios[key], ratios["hydra", cost, coupling]
+    return {
+        "kind": "quality",
+        "planner": planner,
+        "ranks": setting.ranks,
+        "context": setting.context,
+        "cost": cost,
+        "coupling": coupling,
+        "bound_ratio": float(np.mean(values)),
+        "worst": max(values),
+        "worse_than_hydra": sum(a > b for a, b in zip(values, papers, strict=False)),
+        "batches": len(values),
     }
-    for turn in range(BATCHES):
-        lengths = setting.batch(FIRST_SEED + turn)
+
+
+def _ratios(setting: Setting, turn: int) -> Iterator[tuple[Key, float]]:
+    """Iteration over bound of every planner, cost and coupling, for one batch."""
+    lengths = draw_batch(BATCH_TOKENS[setting.ranks], setting.context, FIRST_SEED + turn)
+    names = setting.planners(turn)
+    blind = {
+        name: get_planner(name).plan(lengths, setting.pool(), preset(COSTS[0]))
+        for name in names
+        if name in BLIND_TO_COST
+    }
+    for cost_name in COSTS:
+        cost = preset(cost_name)
         bound_s = lower_bound(lengths, setting.pool(), cost)
-        for planner in PLANNERS:
-            if turn < FEWER_BATCHES.get((planner, setting.ranks), BATCHES):
-                for coupling, time_s in _times_s(planner, lengths, setting, cost).items():
-                    ratios[planner, coupling].append(time_s / bound_s)
-    for (planner, coupling), values in ratios.items():
-        hydra = ratios["hydra", coupling]
-        yield {
-            "kind": "quality",
-            "planner": planner,
-            "ranks": setting.ranks,
-            "context": setting.context,
-            "cost": setting.cost,
-            "coupling": coupling,
-            "bound_ratio": float(np.mean(values)),
-            "worst": max(values),
-            "worse_than_hydra": sum(a > b for a, b in zip(values, hydra, strict=False)),
-            "batches": len(values),
-        }
+        for name, coupling in product(names, COUPLINGS):
+            plan = blind.get(name) or _plan(name, lengths, setting, cost, coupling)
+            yield (name, cost_name, coupling), iteration_s(plan, cost, coupling) / bound_s
 
 
-def _times_s(
-    name: str, lengths: IntArray, setting: Setting, cost: CostModel
-) -> dict[Coupling, float]:
-    """Iteration seconds under each coupling; a planner that knows of blocks plans for them."""
-    planner = get_planner(name)
-    plan = planner.plan(lengths, setting.pool(), cost)
-    times: dict[Coupling, float] = {}
-    for coupling in COUPLINGS:
-        if coupling != "pool" and name == "hydra-opt":
-            plan = planner.plan(lengths, setting.pool(expert_ranks=coupling), cost)
-        times[coupling] = iteration_s(plan, cost, coupling)
-    return times
+def _plan(
+    name: str, lengths: IntArray, setting: Setting, cost: CostModel, coupling: Coupling
+) -> Plan:
+    """The plan for a coupling: hydra-opt knows of the blocks that share experts."""
+    expert_ranks = 1 if coupling == "pool" else coupling
+    return get_planner(name).plan(lengths, setting.pool(expert_ranks), cost)
