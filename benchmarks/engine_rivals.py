@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,27 +22,25 @@ Call = Callable[[], object]
 RANKS = 2
 HEADS = 4
 TOKENS = 4_096
-TURNS = 3
+TURNS = 6
 TIMEOUT_S = 300.0
 
 
 def rival_rows() -> Iterator[dict[str, object]]:
     """Rows of figure "speedup_over": seconds of the rival over ours, or why it does not run."""
-    ours = {
-        ulysses: _seconds(partial(timed, partial(_ours, ulysses=ulysses))) for ulysses in (RANKS, 1)
-    }
     for name, (make, ulysses) in RIVALS.items():
         row: dict[str, object] = {"figure": "speedup_over", "rival": name, "tokens": TOKENS}
         try:
-            wall_s, cpu_s = _seconds(partial(timed, make))
+            ranks = run_ranks(RANKS, partial(timed, make, ulysses), timeout_s=TIMEOUT_S)
         except RankError as error:
             yield row | {"value": None, "why_not": _reason(str(error))}
             continue
+        (ours_s, ours_cpu_s), (rival_s, rival_cpu_s) = np.max(ranks, axis=0).tolist()
         yield row | {
-            "value": wall_s / ours[ulysses][0],
-            "cpu_value": cpu_s / ours[ulysses][1],
-            "rival_s": wall_s,
-            "ours_s": ours[ulysses][0],
+            "value": rival_s / ours_s,
+            "cpu_value": rival_cpu_s / ours_cpu_s,
+            "rival_s": rival_s,
+            "ours_s": ours_s,
         }
 
 
@@ -51,24 +50,21 @@ def _reason(report: str) -> str:
     return (named or report.splitlines())[0][:200]
 
 
-def _seconds(fn: Callable[[int, int], tuple[float, float]]) -> tuple[float, float]:
-    """The slower rank's best (wall, CPU) seconds."""
-    ranks = run_ranks(RANKS, fn, timeout_s=TIMEOUT_S)
-    return max(rank[0] for rank in ranks), max(rank[1] for rank in ranks)
-
-
-def timed(make: Callable[[int], Call], rank: int, world_size: int) -> tuple[float, float]:
-    """Least wall and CPU seconds, forward and backward, of what `make` builds on this rank."""
+def timed(
+    make: Callable[[int], Call], ulysses: int, rank: int, world_size: int
+) -> list[tuple[float, float]]:
+    """Least (wall, CPU) seconds, forward and backward, of ours and of the rival, in turns."""
     del world_size
-    call = make(rank)
-    taken = []
+    calls = (_ours(rank, ulysses), make(rank))
+    taken: tuple[list[tuple[float, float]], ...] = ([], [])
     for _ in range(TURNS):
-        dist.barrier()
-        started, cpu_started = time.perf_counter(), time.thread_time()
-        call()
-        dist.barrier()
-        taken.append((time.perf_counter() - started, time.thread_time() - cpu_started))
-    return min(taken)
+        for call, seconds in zip(calls, taken, strict=True):
+            dist.barrier()
+            started, cpu_started = time.perf_counter(), time.thread_time()
+            call()
+            dist.barrier()
+            seconds.append((time.perf_counter() - started, time.thread_time() - cpu_started))
+    return [(min(s[0] for s in seconds), min(s[1] for s in seconds)) for seconds in taken]
 
 
 def _ours(rank: int, ulysses: int) -> Call:
