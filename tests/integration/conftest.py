@@ -86,7 +86,7 @@ def object_store(object_store_port: int) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def cluster(ray_folder: str, object_store_port: int) -> Iterator[None]:
-    """A Ray of the tests' own; nothing else is joined, and `ray stop` is never called."""
+    """A Ray of the tests' own; no other cluster is joined or ended."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
         address="local",
