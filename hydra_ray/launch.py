@@ -66,9 +66,8 @@ def start(
         local_pid=os.getpid() if local else None,
         auth_mode=os.environ.get("RAY_AUTH_MODE"),  # ray.init has set it for a cluster of its own
     )
-    order = Order(
-        run=run, recipe=recipe, directory=directory, endpoint=endpoint, make_runtime=make_runtime
-    )
+    directory.write_endpoint(endpoint)
+    order = Order(run=run, recipe=recipe, directory=directory, make_runtime=make_runtime)
     driver = DriverActor.options(name=driver_name(run), num_cpus=0).remote(order)
     return LiveRun(run=run, driver=driver, outcome=driver.run.remote())
 

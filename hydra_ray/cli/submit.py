@@ -9,12 +9,17 @@ import typer
 
 from hydra_ray.cli.output import JsonFlag, say, say_json
 from hydra_ray.cli.train import OverrideArguments, RecipeArgument, ResumeFlag, RunNameOption
+from planner.errors import HydraError
 
 if TYPE_CHECKING:
     from hydra_ray.config import Recipe
 
 RECIPE_VARIABLE = "HYDRA_RAY_RECIPE"
 NOT_SENT = [".venv", ".git", "runs", "build", "tests", "docs", "benchmarks", "**/__pycache__"]
+
+
+class SubmitError(HydraError):
+    """A cluster did not take a job."""
 
 
 def submit(
@@ -40,12 +45,20 @@ def submit(
     recipe = load_recipe(recipe_path, overrides or [])
     run = run_name or recipe.name
     check_paths(recipe)
-    client = JobSubmissionClient(cluster_address(address))
-    job_id = client.submit_job(
-        entrypoint=f"python -m jobs.train_job {run}" + (" --resume" if resume else ""),
-        runtime_env=runtime_env(recipe),
-        metadata={"job_name": f"hydra-{run}"},
-    )
+    where = cluster_address(address)
+    try:
+        job_id = JobSubmissionClient(where).submit_job(
+            entrypoint=f"python -m jobs.train_job {run}" + (" --resume" if resume else ""),
+            runtime_env=runtime_env(recipe),
+            metadata={"job_name": f"hydra-{run}"},
+        )
+    except (ConnectionError, RuntimeError) as error:
+        raise SubmitError(
+            "the cluster did not take the job",
+            value=where,
+            limit=str(error).splitlines()[0],
+            remedy="Check the address and RAY_AUTH_MODE, and that the cluster is up.",
+        ) from error
     if as_json:
         say_json({"run": run, "job_id": job_id})
     else:

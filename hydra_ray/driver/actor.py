@@ -26,7 +26,7 @@ from hydra_ray.driver.requests import Requests
 from hydra_ray.driver.settings import Settings, Timeouts
 from hydra_ray.driver.states import RunState
 from hydra_ray.preflight import smallest_pool
-from hydra_ray.rundir import Endpoint, RunDirectory
+from hydra_ray.rundir import RunDirectory
 from planner.errors import InputError
 from planner.registry import get_planner
 from workers.actor import RuntimeFactory, megatron_runtime
@@ -45,7 +45,6 @@ class Order:
     run: str
     recipe: Recipe
     directory: RunDirectory
-    endpoint: Endpoint
     make_runtime: RuntimeFactory = field(default=megatron_runtime)
 
 
@@ -77,7 +76,6 @@ class Driver:
         """
         directory = self._order.directory
         with _logging_to(directory):
-            directory.write_endpoint(self._order.endpoint)
             try:
                 end = self._train()
                 self._journal.enter(end)
