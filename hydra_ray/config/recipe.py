@@ -116,6 +116,17 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _shards_survive(self) -> Self:
+        """docs/adr/0010: a lost worker takes its shard of the optimizer state with it."""
+        if self.optimizer.distributed_optimizer and self.elastic.max_failures:
+            raise ValueError(
+                f"elastic.max_failures ({self.elastic.max_failures}) must be 0 with "
+                "optimizer.distributed_optimizer: the optimizer shard of a lost worker has no "
+                "copy. With 0 a loss ends the run, and --resume goes on from the last checkpoint"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _axes_fit_the_model(self) -> Self:
         axes, model = self.parallel, self.model
         if axes.expert > 1 and (not model.num_experts or model.num_experts % axes.expert):

@@ -126,7 +126,8 @@ class OptimizerSection(Section):
     eps: Positive = Field(default=1e-8, description="adam's epsilon.")
     clip_grad: NotNegative = Field(default=1.0, description="Largest gradient norm; 0: no limit.")
     distributed_optimizer: bool = Field(
-        default=False, description="Shard optimizer state over the ranks."
+        default=False,
+        description="Shard optimizer state over the ranks; needs elastic.max_failures 0.",
     )
 
     @model_validator(mode="after")

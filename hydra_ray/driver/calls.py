@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from planner.errors import HydraError
 from workers.errors import StepFailedError
 
+ABORT_S = 5.0  # an abort shuts sockets down and returns
 GRACE_S = 30.0  # more than the meeting of a generation may take: nobody can be freed from that
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,22 @@ def gather(
         answers.unblocked.pop(worker, None)
         answers.lost[worker] = error
     return answers
+
+
+def settle_aborts(refs: Mapping[int, Any], answers: Answers) -> None:
+    """Wait until every abort was carried out, at most `ABORT_S`.
+
+    One that arrived after its worker had entered the next generation would break that one; so a
+    worker that does not confirm is lost, and its process is ended before the next is formed.
+    """
+    if not refs:
+        return
+    confirmed, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ABORT_S)
+    for worker, ref in refs.items():
+        if ref not in confirmed and worker not in answers.lost:
+            answers.results.pop(worker, None)
+            answers.unblocked.pop(worker, None)
+            answers.lost[worker] = f"did not confirm an abort within {ABORT_S:g} s"
 
 
 def _ready(refs: list[Any], timeout_s: float) -> list[Any]:

@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hydra_ray.driver.calls import Answers, gather
+from hydra_ray.driver.calls import Answers, gather, settle_aborts
 from hydra_ray.driver.heartbeat import Heartbeat
 from hydra_ray.driver.placement import UnitShape
 from hydra_ray.driver.worker import Worker, end_process
@@ -23,7 +23,8 @@ from workers.protocol import ModelSpec, TrainingSpec
 
 log = logging.getLogger(__name__)
 
-COLLECTIVE = frozenset({"join", "sync_state", "run_step"})  # one worker's loss hangs the others
+# One worker's loss hangs the others.
+COLLECTIVE = frozenset({"join", "leave", "sync_state", "run_step"})
 
 Arguments = Callable[[int], tuple[Any, ...]]
 
@@ -189,14 +190,16 @@ class RayCrew:
         """Call a method on each worker at once and wait for all; see `gather`."""
         actors = {w: held.actor for w, held in self.loaded_workers().items()}
 
+        aborts: dict[int, Any] = {}
+
         def unblock(busy: list[int]) -> None:
-            for worker in busy:
-                actors[worker].abort.remote()
+            aborts.update({worker: actors[worker].abort.remote() for worker in busy})
 
         here = [w for w in workers if w in actors]
         refs = {w: getattr(actors[w], method).remote(*arguments(w)) for w in here}
         is_collective = method in COLLECTIVE
         answers = gather(refs, timeout_s=timeout_s, unblock=unblock if is_collective else None)
+        settle_aborts(aborts, answers)
         answers.lost |= dict.fromkeys(set(workers) - set(here), "it had been ended before the call")
         return answers
 

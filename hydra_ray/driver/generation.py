@@ -63,6 +63,19 @@ def memberships(
     }
 
 
+def dissolve(crew: Crew, generation: Generation, *, timeout_s: float) -> None:
+    """Let all workers of a standing generation leave it, those that go for good too.
+
+    A collective where the optimizer is sharded: each keeps the whole state, gathered from all.
+
+    Raises:
+        WorkersLostError: a worker was lost on the way.
+    """
+    left = crew.call(generation.workers, "leave", lambda _: (), timeout_s=timeout_s)
+    if not left.complete:
+        raise WorkersLostError(left.lost)
+
+
 def form(
     crew: Crew,
     number: int,

@@ -24,7 +24,7 @@ from hydra_ray.driver.decisions import (
     decide,
 )
 from hydra_ray.driver.errors import CheckpointError
-from hydra_ray.driver.generation import Generation, Rendezvous, WorkersLostError, form
+from hydra_ray.driver.generation import Generation, Rendezvous, WorkersLostError, dissolve, form
 from hydra_ray.driver.journal import Journal
 from hydra_ray.driver.preparation import Preparation, PreparedStep, StepKey
 from hydra_ray.driver.records import cursor_after, refuse_nonfinite, step_record
@@ -238,7 +238,10 @@ class TrainingLoop:
     def _reform(self, units: tuple[int, ...], cause: Cause) -> None:
         settings, started = self._settings, time.monotonic()
         self._journal.enter(REFORMING[cause])
-        self._number, self._stands = self._number + 1, False
+        whole, self._stands = self._view().whole, False
+        if whole:
+            dissolve(self._crew, self._standing(), timeout_s=settings.timeouts.form_s)
+        self._number += 1
         generation = form(
             self._crew,
             self._number,

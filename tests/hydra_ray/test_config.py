@@ -132,6 +132,7 @@ def test_unknown_keys_are_refused_with_a_suggestion(
         ("parallel.expert=2", ("parallel.expert (2)", "num_experts (0)")),
         ("elastic.max=3", ("workers (4)", "1..3")),
         ("elastic.min=5", ("workers (4)", "5..")),
+        ("optimizer.distributed_optimizer=true", ("max_failures (8) must be 0", "--resume")),
         ("data.corpus=null", ("corpus", "sources")),
         ("name=a/b", ("name", "'a/b'")),
         ("steps", ("key=value", "got steps")),

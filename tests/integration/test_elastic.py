@@ -65,3 +65,17 @@ def test_kills_and_scales_change_nothing(cluster, recipe_of, uninterrupted):
     assert causes[0] == "start"
     assert causes.count("failure") >= 3
     assert "shrink" in causes
+
+
+@pytest.mark.timeout(300)
+def test_a_sharded_optimizer_keeps_its_state_when_the_pool_changes_size(
+    cluster, recipe_of, uninterrupted
+):
+    optimizer = {"lr": 3e-3, "warmup_steps": 3, "distributed_optimizer": True}
+    elastic = {"max_failures": 0, "max": 3, "grow_timeout_s": 300.0}
+    recipe = recipe_of(steps=STEPS, workers=3, optimizer=optimizer, elastic=elastic)
+    with running(recipe, "sharded") as run:
+        run.finish(at_steps(run, {6: scale(run, 2), 16: scale(run, 3)}))
+    assert_as_if_nothing_happened(run, uninterrupted)
+    assert [e["cause"] for e in run.events("generation")][:2] == ["start", "shrink"]
+    assert run.events("restored") == []

@@ -117,7 +117,7 @@ class FakeCrew:
         faults = [Fault(w, method) for w in gone]
         faults += [f for w in workers if w not in gone and (f := self._fault(w, method, step))]
         dead = {fault.worker for fault in faults}
-        collective = method in {"join", "sync_state", "run_step"}
+        collective = method in {"join", "leave", "sync_state", "run_step"}
         early = faults[0].applied_by if faults else 0
         for rank, worker in enumerate(workers):
             reaches_end = not faults or not collective or rank < early
@@ -140,6 +140,9 @@ class FakeCrew:
                 self.faults.remove(fault)
                 return fault
         return None
+
+    def _leave(self, worker: int, workers: Sequence[int]) -> None:
+        self.workers[worker].membership = None
 
     def _join(
         self, worker: int, workers: Sequence[int], membership: Membership, pool: PoolShape
