@@ -90,7 +90,11 @@ def check_paths(recipe: "Recipe") -> None:
     """
     from planner.errors import InputError
 
-    paths = {"storage_path": recipe.storage_path, "data.corpus": recipe.data.corpus}
+    paths = {
+        "storage_path": recipe.storage_path,
+        "data.corpus": recipe.data.corpus,
+        "checkpoint.path": recipe.checkpoint.path,
+    }
     for key, path in paths.items():
         if path is not None and "://" not in path and not Path(path).is_absolute():
             raise InputError(
