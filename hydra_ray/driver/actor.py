@@ -20,6 +20,7 @@ from hydra_ray.driver.errors import RunNotFoundError
 from hydra_ray.driver.generation import Rendezvous
 from hydra_ray.driver.journal import Journal, Line
 from hydra_ray.driver.loop import TrainingLoop
+from hydra_ray.driver.metrics import RunMetrics
 from hydra_ray.driver.placement import UnitShape
 from hydra_ray.driver.preparation import Preparation
 from hydra_ray.driver.requests import Requests
@@ -60,7 +61,7 @@ class Driver:
         self._order = order
         self._unit = order.recipe.parallel.scale_unit
         self._requests = Requests(order.recipe.workers // self._unit)
-        self._journal = Journal(order.directory)
+        self._journal = Journal(order.directory, RunMetrics(order.run).observe)
         self._journal.know(run=order.run, num_steps=order.recipe.steps, driver_pid=os.getpid())
         self._crew: RayCrew | None = None
 

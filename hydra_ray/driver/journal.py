@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,17 @@ class Line:
 
 
 class Journal:
-    """Written by the training thread, read by control threads."""
+    """Written by the training thread, read by control threads.
 
-    def __init__(self, directory: RunDirectory) -> None:
-        self._directory = directory
+    Args:
+        directory: the files steps and events are appended to.
+        listener: is told every line, on the writing thread.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, listener: Callable[[Line], None] = lambda _: None
+    ) -> None:
+        self._directory, self._listener = directory, listener
         self._state = RunState.STARTING
         self._lines: deque[Line] = deque(maxlen=KEPT_LINES)
         self._num_lines = 0
@@ -86,5 +93,7 @@ class Journal:
     def _add(self, kind: str, record: Mapping[str, Any]) -> None:
         with self._news:
             self._num_lines += 1
-            self._lines.append(Line(self._num_lines, kind, record))
+            line = Line(self._num_lines, kind, record)
+            self._lines.append(line)
             self._news.notify_all()
+        self._listener(line)
