@@ -15,9 +15,11 @@ from tests.workers.pool import (
     joined,
     membership_of,
     payload_of,
+    plan_with,
     pool_shape,
     run_pool,
 )
+from workers.errors import CheckpointMismatchError
 from workers.groups import place_of
 from workers.protocol import ModelSpec, TrainingSpec
 from workers.runtime import WorkerRuntime
@@ -131,3 +133,38 @@ def test_workers_in_new_places_fetch_what_they_need_from_one_another():
     moved = [after for _, after in results if after is not None]
     assert [(held, synced) for held, synced, _ in moved] == [(0, 1)] * 2
     assert_same(union([t for _, _, t in moved]), union([before for before, _ in results]))
+
+
+def save_after_one_step(
+    rank: int, world_size: int, port: int, training: TrainingSpec, folder: str
+) -> Tensors:
+    runtime = joined(rank, world_size, port, GQA, training)
+    pool = pool_shape(world_size // (training.tensor * training.pipeline), 512, training)
+    payload = payload_of(plan_with("hydra", [50, 7, 90, 33], pool))
+    assert runtime.run_step(command_of(payload.plan), payload).applied
+    runtime.save_shard(folder)
+    return tensors_of(runtime)
+
+
+def load_elsewhere(
+    rank: int, world_size: int, port: int, training: TrainingSpec, folder: str
+) -> Tensors | str:
+    runtime = joined(rank, world_size, port, GQA, training)
+    names = tuple(sorted(path.name for path in Path(folder).iterdir()))
+    try:
+        assert runtime.load_shards(folder, names) == 1
+    except CheckpointMismatchError as error:
+        return str(error)
+    return tensors_of(runtime)
+
+
+def test_a_checkpoint_goes_on_in_another_pipeline(tmp_path: Path):
+    staged = run_pool(2, save_after_one_step, replace(TRAINING, pipeline=2), str(tmp_path))
+    whole = run_pool(2, load_elsewhere, TRAINING, str(tmp_path))
+    assert_same(union(whole), union(staged))
+
+
+def test_a_checkpoint_is_refused_by_other_tensor_ranks(tmp_path: Path):
+    run_pool(2, save_after_one_step, replace(TRAINING, tensor=2), str(tmp_path))
+    (message,) = run_pool(1, load_elsewhere, TRAINING, str(tmp_path))
+    assert "the tensor-parallel size it was made with" in message
