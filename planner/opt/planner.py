@@ -24,7 +24,8 @@ TINY, MOST_NODES = 10, 20_000
 # A plan replaces another if its time is lower by more than rounding.
 WORTH_IT = 1 - 1e-9
 # So many plans are compared, and more where sequences are few: estimates take them for a fluid.
-MOST_PLANS, MOST_PLANS_OF_FEW = 3, 32
+# A plan this near to the next one's estimate is not worth another.
+MOST_PLANS, MOST_PLANS_OF_FEW, NEAR = 3, 32, 1 - 5e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,13 @@ def best_draft(best: Draft, task: Task, table: CostTable) -> Draft:
     """The best plan of the most promising targets, if it is better than `best`.
 
     Candidates come by rising estimate, and a plan hardly ever beats its estimate: once the best
-    plan is below the next estimate, it stays the best.
+    plan is about as low as the next estimate, it stays the best.
     """
-    plans = 0
-    most_plans = MOST_PLANS if len(task.lengths) > FEW else MOST_PLANS_OF_FEW
+    few, plans = len(task.lengths) <= FEW, 0
+    most_plans = MOST_PLANS_OF_FEW if few else MOST_PLANS
+    near = 1.0 if few else NEAR
     for target, count, estimate_s in zip(*find_targets(task, table), strict=True):
-        if plans == most_plans or estimate_s >= best.iteration_s:
+        if plans == most_plans or estimate_s >= near * best.iteration_s:
             break
         draft = make_draft(task, target, count)
         if draft.iteration_s < np.inf:

@@ -11,7 +11,7 @@ from planner.opt.wide import SINGLE, WideBins
 from planner.pool import IntArray
 
 # Bins are ordered by load to one part in so many of the highest: a counting sort is enough.
-LOAD_LEVELS = 4096
+LOAD_LEVELS = 2048
 
 
 class Singles(NamedTuple):

@@ -9,7 +9,7 @@ from planner.opt.task import Task, sample
 from planner.pool import IntArray
 
 # So many MB counts are bisected so often, between these shares of the even load per MB.
-PROMISING, BISECTIONS = 3, 6
+PROMISING, BISECTIONS = 3, 5
 LOWEST, HIGHEST = 0.7, 1.4
 # The best target is varied by these factors.
 BESIDE = np.array([0.985, 0.99, 0.995, 1.005, 1.01, 1.015])
@@ -18,7 +18,7 @@ FEW, GRID_POINTS = 1024, 64
 # Pools at least twice as large as this are searched on a sample: every r-th sequence on G / r
 # ranks. At full size its best is estimated, and bisected about.
 SEARCH_RANKS = 512
-CLOSE, CLOSE_BISECTIONS = 1.015, 3
+CLOSE, CLOSE_BISECTIONS = 1.01, 2
 
 NO_BRACKETS = Brackets(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
 

@@ -109,6 +109,13 @@ def on_rank(
 
 
 @kernel
+def least_s(length: int, at: int, costs: FloatArray) -> float:
+    """What c(s, k) is at least: no padding, the ring hidden. Spares `on_rank` its division."""
+    seconds: float = (costs[QUADRATIC, at] * length + costs[LINEAR, at]) * length
+    return seconds
+
+
+@kernel
 def with_totals(task: Task) -> Task:
     """The task with the sums over its short sequences and its fewest MBs filled in. O(N)."""
     lengths, costs, degrees, pad_unit = task.lengths, task.costs, task.degrees, task.pad_unit

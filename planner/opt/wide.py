@@ -11,7 +11,7 @@ import numpy as np
 from planner.cost import FloatArray
 from planner.opt.compiled import kernel
 from planner.opt.heap import new_heaps, push, sink
-from planner.opt.task import Task, on_rank
+from planner.opt.task import Task, least_s, on_rank
 from planner.pool import IntArray
 
 SINGLE, NONE = -1, -1
@@ -105,6 +105,8 @@ def least_degree(
     """
     own, fastest, fastest_s = NONE, start, np.inf
     for at in range(start, -1, -1):
+        if own != NONE and least_s(length, at, costs) > target:
+            break
         seconds, tokens = on_rank(length, at, costs, degrees, pad_unit)
         if tokens > budget or (own != NONE and seconds > target):
             break
@@ -132,7 +134,7 @@ def roomy_degree(
     """
     most_work = join_waste * on_rank(length, own, costs, degrees, pad_unit)[0] * degrees[own]
     for at in range(room.shape[1] - 1, max(own, 1) - 1, -1):
-        if room[SECONDS, at] <= 0:
+        if room[SECONDS, at] < least_s(length, at, costs):
             continue
         seconds, tokens = on_rank(length, at, costs, degrees, pad_unit)
         if seconds * degrees[at] > most_work:
