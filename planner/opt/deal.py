@@ -1,4 +1,4 @@
-"""Step 4 of hydra-opt: deal the bins to microbatches."""
+"""Step 5 of hydra-opt: deal the bins to microbatches."""
 
 import numpy as np
 

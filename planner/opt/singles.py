@@ -1,4 +1,4 @@
-"""Step 3 of hydra-opt: give every one-rank slot its share of the sequences that are not cut.
+"""Step 4 of hydra-opt: give every one-rank slot its share of the sequences that are not cut.
 
 Longest processing time first: each sequence goes to the lightest slot that has the tokens. The
 slots wait in a bucket queue (a list per whole level of load), so a sequence costs a few
