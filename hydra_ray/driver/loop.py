@@ -238,6 +238,7 @@ class TrainingLoop:
     def _reform(self, units: tuple[int, ...], cause: Cause) -> None:
         settings, started = self._settings, time.monotonic()
         self._journal.enter(REFORMING[cause])
+        self._announce()  # one that no step went out to before it was replaced
         whole, self._stands = self._view().whole, False
         if whole:
             dissolve(self._crew, self._standing(), timeout_s=settings.timeouts.form_s)

@@ -152,10 +152,12 @@ def session(ray_folder: str) -> Iterator[Session]:
 def wait_for_step(process: subprocess.Popen[str]) -> None:
     """Read stderr until a step is reported."""
     assert process.stderr is not None
+    told = []
     for line in process.stderr:
         if line.startswith("step "):
             return
-    pytest.fail("the run ended without a step")
+        told.append(line)
+    pytest.fail(f"the run ended without a step: {''.join(told)}")
 
 
 @pytest.mark.timeout(300)
