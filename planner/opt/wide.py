@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost import FloatArray
+from planner.opt.bin_queue import NOBODY, enqueue, lightest, new_heads, take_out
 from planner.opt.compiled import kernel
-from planner.opt.heap import new_heaps, push, sink
 from planner.opt.task import Task, least_s, on_rank
 from planner.pool import IntArray
 
@@ -52,7 +52,9 @@ def pack_wide(task: Task, target: float, most_ranks: int) -> WideBins:
     join_waste = task.join_waste
     bin_degree, used = np.empty(num_long, np.int64), np.empty(num_long, np.int64)
     load, bin_of = np.empty(num_long), np.empty(num_long, np.int64)
-    heaps, room = new_heaps(len(degrees), num_long), np.empty((2, len(degrees)))
+    heads, following = new_heads(len(degrees)), np.empty(num_long, np.int64)
+    room = np.empty((2, len(degrees)))
+    first = np.empty(len(degrees), np.int64)
     bin_of[:] = SINGLE
     room[:] = -1.0
     num_bins, width, start = 0, 0, len(degrees) - 1
@@ -64,11 +66,11 @@ def pack_wide(task: Task, target: float, most_ranks: int) -> WideBins:
         if own != NONE:
             at = roomy_degree(length, own, room, join_waste, costs, degrees, pad_unit)
         if at != NONE:
-            item = heaps[at, 1]
+            item = first[at]
             seconds, tokens = on_rank(length, at, costs, degrees, pad_unit)
             load[item] += seconds
             used[item] += tokens
-            sink(heaps[at], load)
+            take_out(heads, at, following)
         elif own == 0:
             continue
         else:
@@ -77,12 +79,12 @@ def pack_wide(task: Task, target: float, most_ranks: int) -> WideBins:
             load[item], used[item] = on_rank(length, at, costs, degrees, pad_unit)
             num_bins += 1
             width += degrees[at]
-            if own != NONE:
-                push(heaps[at], item, load)
         bin_of[place] = item
         if own != NONE:
-            room[SECONDS, at] = target - load[heaps[at, 1]]
-            room[TOKENS, at] = budget - used[heaps[at, 1]]
+            enqueue(heads, at, following, item, load[item] / target)
+            first[at] = lightest(heads, at)
+            room[SECONDS, at] = target - load[first[at]]
+            room[TOKENS, at] = budget - used[first[at]]
         if width > most_ranks:
             break
     return WideBins(bin_degree[:num_bins], load[:num_bins], used[:num_bins], bin_of, width)
@@ -158,27 +160,30 @@ def top_up(task: Task, bins: WideBins, order: IntArray, group_of: IntArray, leve
     lengths, costs, degrees = task.lengths, task.costs, task.degrees
     pad_unit, budget, join_waste = task.pad_unit, task.budget, task.join_waste
     bin_degree, load, used = bins.degree, bins.load, bins.used
-    heaps = new_heaps(task.num_joinable, len(order))
-    room = np.empty((2, task.num_joinable))
+    heads, following = new_heads(task.num_joinable), np.empty(len(order), np.int64)
+    room, first = np.empty((2, task.num_joinable)), np.empty(task.num_joinable, np.int64)
     room[:] = -1.0
     for item in order[::-1]:
         if load[item] < level and bin_degree[item] < task.num_joinable:
-            push(heaps[bin_degree[item]], item, load)
+            enqueue(heads, bin_degree[item], following, item, load[item] / level)
     for at in range(1, task.num_joinable):
-        if heaps[at, 0]:
-            room[SECONDS, at] = level - load[heaps[at, 1]]
-            room[TOKENS, at] = budget - used[heaps[at, 1]]
+        first[at] = lightest(heads, at)
+        if first[at] != NOBODY:
+            room[SECONDS, at] = level - load[first[at]]
+            room[TOKENS, at] = budget - used[first[at]]
     for place in range(task.num_long, len(lengths)):
         length = lengths[place]
         if length < task.least_joining:
             break
         at = roomy_degree(length, 0, room, join_waste, costs, degrees, pad_unit)
         if at != NONE:
-            item = heaps[at, 1]
+            item = first[at]
             seconds, tokens = on_rank(length, at, costs, degrees, pad_unit)
             load[item] += seconds
             used[item] += tokens
             group_of[place] = item
-            sink(heaps[at], load)
-            room[SECONDS, at] = level - load[heaps[at, 1]]
-            room[TOKENS, at] = budget - used[heaps[at, 1]]
+            take_out(heads, at, following)
+            enqueue(heads, at, following, item, load[item] / level)
+            first[at] = lightest(heads, at)
+            room[SECONDS, at] = level - load[first[at]]
+            room[TOKENS, at] = budget - used[first[at]]
