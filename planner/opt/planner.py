@@ -12,6 +12,7 @@ from planner.layout import lay_out
 from planner.lengths import checked_lengths, longest_first
 from planner.opt.draft import Draft
 from planner.opt.entry import fill_in, grow, make_draft, price
+from planner.opt.explore import Candidates
 from planner.opt.order import in_order
 from planner.opt.search import FEW, find_targets
 from planner.opt.task import Task, make_task
@@ -64,13 +65,26 @@ class HydraOptPlanner:
 def best_draft(best: Draft, task: Task, table: CostTable) -> Draft:
     """The best plan of the most promising targets, if it is better than `best`.
 
+    Where tokens are so tight that whole sequences fill none of the plans, with more MBs.
+    """
+    found = find_targets(task, table)
+    best, plans = best_of(found, best, task)
+    if plans == 0:
+        roomier = found._replace(num_microbatches=found.num_microbatches + task.step)
+        best, _ = best_of(roomier, best, task)
+    return best
+
+
+def best_of(found: Candidates, best: Draft, task: Task) -> tuple[Draft, int]:
+    """The best of `best` and the first plans of the candidates; and how many plans there were.
+
     Candidates come by rising estimate, and a plan hardly ever beats its estimate: once the best
     plan is about as low as the next estimate, it stays the best.
     """
     few, plans = len(task.lengths) <= FEW, 0
     most_plans = MOST_PLANS_OF_FEW if few else MOST_PLANS
     near = 1.0 if few else NEAR
-    for target, count, estimate_s in zip(*find_targets(task, table), strict=True):
+    for target, count, estimate_s in zip(*found, strict=True):
         if plans == most_plans or estimate_s >= near * best.iteration_s:
             break
         draft = make_draft(task, target, count)
@@ -79,7 +93,7 @@ def best_draft(best: Draft, task: Task, table: CostTable) -> Draft:
             plans += 1
         if draft.iteration_s < best.iteration_s * WORTH_IT:
             best = draft
-    return best
+    return best, plans
 
 
 def grown(task: Task, draft: Draft) -> Draft:
