@@ -12,6 +12,8 @@ from planner.pool import IntArray
 
 # Bins are ordered by load to one part in so many of the highest: a counting sort is enough.
 LOAD_LEVELS = 2048
+# Whole sequences leave a few tokens of a token-full rank unused.
+FILLABLE_SHARE = 0.995
 
 
 class Singles(NamedTuple):
@@ -108,7 +110,8 @@ def pour(
         else:
             break
     level, rest_s = max(level, 0.0), max(rest_s, 0.0)
-    needed_s = rest_s * (1.0 - task.budget * slots / max(singles.total_tokens, 1))
+    held_tokens = FILLABLE_SHARE * task.budget * slots
+    needed_s = rest_s * (1.0 - held_tokens / max(singles.total_tokens, 1))
     if needed_s <= level * filled_ranks - filled_s:
         return Water(level, above, level)
     fill = (needed_s + filled_s) / filled_ranks if filled_ranks else np.inf

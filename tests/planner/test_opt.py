@@ -89,6 +89,16 @@ def test_real_lengths_are_planned_close_to_the_bound(name, context, budget, wors
         assert ours <= worst * lower_bound(lengths, pool, cost)
 
 
+@pytest.mark.parametrize(
+    ("context", "budget", "worst"), [(262_144, 8_192, 1.025), (32_768, 4_096, 1.015)]
+)
+def test_large_pools_are_searched_on_a_sample_and_planned_as_close(context, budget, worst):
+    pool = PoolShape(num_ranks=4_096, token_budget=budget, stages=4, chunks=2)
+    lengths = draw_batch(256 << 20, context, seed=1)
+    ours, _ = times_s(lengths, pool, preset("dense"))
+    assert ours <= worst * lower_bound(lengths, pool, preset("dense"))
+
+
 def full(share):
     """A batch that fills so much of 8 microbatches of 16 ranks of 8192 tokens."""
     return draw_batch(int(share * 8 * 16 * 8_192), 32_768, seed=3)
