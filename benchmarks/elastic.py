@@ -7,6 +7,7 @@ comes from the run's own records: steps.jsonl and events.jsonl.
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -130,7 +131,7 @@ def timed_status(run: ElasticRun) -> float:
 def figure(name: str, values: Sequence[float]) -> Row:
     """One line: the median, and what it is the median of."""
     rounded = [round(value, 5) for value in values]
-    worst = sorted(rounded)[max(0, int(0.99 * len(rounded)) - 1)]
+    worst = sorted(rounded)[math.ceil(0.99 * len(rounded)) - 1]
     return {
         "figure": name,
         "value": median(rounded),
