@@ -39,6 +39,25 @@ def check_resume(recipe: Recipe, checkpoints: Checkpoints, corpus_fingerprint: s
         )
 
 
+def check_nothing_to_resume(checkpoints: Checkpoints) -> None:
+    """Refuse to start a run where an earlier one of its name left checkpoints.
+
+    They need not be in the run directory, so a new `storage_path` does not make them go away; and
+    workers that hold nothing take the newest one, whoever wrote it.
+
+    Raises:
+        InputError: there are checkpoints.
+        CheckpointError: the storage cannot be read.
+    """
+    steps = checkpoints.steps()
+    if steps:
+        raise InputError(
+            "checkpoints of a run of this name exist, which a new run would go on from",
+            value=checkpoints.folder(steps[-1]),
+            remedy="Go on with --resume and that run's storage_path, or choose another --run-name.",
+        )
+
+
 def _check_tensor_ranks(then: int, now: int) -> None:
     """Split weights are stored by their parts; every other axis may change."""
     if then != now:

@@ -68,13 +68,15 @@ def check_and_prepare(recipe: "Recipe", run: str, *, resume: bool, local: bool) 
         open_corpus,
         usable_cores,
     )
-    from hydra_ray.resume import check_resume
+    from hydra_ray.resume import check_nothing_to_resume, check_resume
     from hydra_ray.rundir import check_name_is_free, run_directory
 
     directory = run_directory(recipe.storage_path, run)
     check_name_is_free(directory, resume=resume)
     check_recipe(recipe)
     checkpoints = checkpoints_of(recipe, run, directory)
+    if not resume:
+        check_nothing_to_resume(checkpoints)
     if local:
         check_machine(recipe, num_cpus=usable_cores(), num_gpus=_usable_gpus())
     with (

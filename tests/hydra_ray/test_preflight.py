@@ -86,6 +86,11 @@ def make_run(folder: Path) -> None:
     (folder / "runs" / "run" / "config.yaml").write_text("name: run\n")
 
 
+def make_checkpoint_elsewhere(folder: Path) -> None:
+    (folder / "bucket" / "run" / "step_000004").mkdir(parents=True)
+    (folder / "bucket" / "run" / "step_000004" / "manifest.json").write_text("{}")
+
+
 BAD_INPUT: dict[str, tuple[list[str], Callable[[Path], None], tuple[str, ...]]] = {
     "unknown key": (["token_buget=3"], nothing, ("unknown config key", "token_budget?")),
     "unknown planner": (["planner=hydar"], nothing, ("planner", "hydar", "Did you mean hydra")),
@@ -112,6 +117,11 @@ BAD_INPUT: dict[str, tuple[list[str], Callable[[Path], None], tuple[str, ...]]] 
         ("another tokenizer", "tokenizer.json", "bytes"),
     ),
     "existing name": ([], make_run, ("run", "--resume")),
+    "checkpoints of that name": (
+        ["checkpoint.path=bucket"],
+        make_checkpoint_elsewhere,
+        ("bucket/run/step_000004", "--resume", "--run-name"),
+    ),
     "nothing to resume": (["--resume"], nothing, ("resume",)),
 }
 
