@@ -133,7 +133,7 @@ class WorkerRuntime:
         """Leave the generation, keeping the state; does nothing outside of one.
 
         Works after a failure too, except that a sharded optimizer then cannot be gathered: its
-        state is lost, and the run goes on from a checkpoint.
+        state is lost, and with it the run, which `--resume` continues from its last checkpoint.
         """
         if self._replica is None:
             return
