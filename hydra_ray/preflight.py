@@ -156,5 +156,39 @@ def smallest_pool(recipe: Recipe, longest: int) -> int:
     return workers
 
 
+def check_size(recipe: Recipe, num_workers: int, longest: int) -> None:
+    """Whether a live run may have this many workers.
+
+    Args:
+        recipe: says the bounds.
+        num_workers: the workers asked for.
+        longest: tokens of the corpus's longest sequence.
+
+    Raises:
+        InputError: they make no whole scale units, or too few or too many of them.
+    """
+    recipe.num_ranks(num_workers)
+    low, high = smallest_pool(recipe, longest), recipe.elastic.max
+    needed_by = "elastic.min"
+    if recipe.elastic.min is None:
+        needed_by = (
+            f"the longest sequence of {longest} tokens at token_budget {recipe.token_budget}"
+        )
+    if num_workers < low:
+        raise InputError(
+            "the run cannot train with so few workers",
+            value=num_workers,
+            limit=f">= {low} workers for {needed_by}",
+            remedy=f"Ask for {low} or more.",
+        )
+    if high is not None and num_workers > high:
+        raise InputError(
+            "the number of workers is above the recipe's bound",
+            value=num_workers,
+            limit=f"elastic.max {high}",
+            remedy=f"Ask for {high} or fewer.",
+        )
+
+
 def _holds(recipe: Recipe, workers: int, longest: int) -> bool:
     return recipe.pool_shape(recipe.num_ranks(workers)).longest_sequence >= longest

@@ -26,7 +26,7 @@ from hydra_ray.driver.preparation import Preparation
 from hydra_ray.driver.requests import Requests
 from hydra_ray.driver.settings import Settings, Timeouts
 from hydra_ray.driver.states import RunState
-from hydra_ray.preflight import smallest_pool
+from hydra_ray.preflight import check_size, smallest_pool
 from hydra_ray.rundir import RunDirectory
 from planner.errors import InputError
 from planner.registry import get_planner
@@ -64,6 +64,7 @@ class Driver:
         self._journal = Journal(order.directory, RunMetrics(order.run).observe)
         self._journal.know(run=order.run, num_steps=order.recipe.steps, driver_pid=os.getpid())
         self._crew: RayCrew | None = None
+        self._longest = 0  # tokens of the corpus's longest sequence, once it is open
 
     def __repr__(self) -> str:
         return f"Driver({self._order.run})"
@@ -93,6 +94,7 @@ class Driver:
         order, recipe = self._order, self._order.recipe
         store = start_store(ray.util.get_node_ip_address())
         with SequenceIndex(recipe.corpus_path) as index:
+            self._longest = int(index.lengths.max())
             batches = GlobalBatches(
                 index, seed=recipe.seed, batch_tokens=recipe.global_batch_tokens
             )
@@ -155,18 +157,10 @@ class Driver:
         """Ask for another number of workers; returns the request's number.
 
         Raises:
-            InputError: it makes no whole scale units, or is out of the recipe's bounds.
+            InputError: it makes no whole scale units, is out of the recipe's bounds, or is fewer
+                than the longest sequence needs.
         """
-        recipe = self._order.recipe
-        recipe.num_ranks(num_workers)
-        low, high = recipe.elastic.min or self._unit, recipe.elastic.max or UNBOUNDED
-        if not low <= num_workers <= high:
-            raise InputError(
-                "the number of workers is out of the recipe's bounds",
-                value=num_workers,
-                limit=f"elastic.min {low} .. elastic.max {high}",
-                remedy="Choose a number within them.",
-            )
+        check_size(self._order.recipe, num_workers, self._longest)
         operation = self._requests.scale(num_workers // self._unit)
         self._journal.event("scale", workers=num_workers, operation=operation)
         return operation

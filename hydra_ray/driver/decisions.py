@@ -120,6 +120,11 @@ def decide(view: View, limits: Limits) -> Decision:
     return Train()
 
 
+def wanted_units(target: int, limits: Limits) -> int:
+    """The units to have: the target, within the bounds. Fewer than the minimum cannot train."""
+    return max(limits.min_units, min(target, limits.max_units))
+
+
 def membership(view: View, limits: Limits) -> tuple[int, ...] | None:
     """The units the pool should now have, in rank order, or None while it must wait.
 
@@ -127,8 +132,7 @@ def membership(view: View, limits: Limits) -> tuple[int, ...] | None:
     generation grows to its target or not at all; a broken one goes on with what is ready, from
     the minimum up; the first one waits for its target for as long as a start may take.
     """
-    wanted = min(view.target, limits.max_units)
-    enough = min(limits.min_units, wanted)
+    wanted, enough = wanted_units(view.target, limits), limits.min_units
     staying, spare = _candidates(view)
     if view.whole:
         if len(staying) + len(spare) < wanted:

@@ -22,6 +22,7 @@ from hydra_ray.driver.decisions import (
     View,
     Wait,
     decide,
+    wanted_units,
 )
 from hydra_ray.driver.errors import CheckpointError
 from hydra_ray.driver.generation import Generation, Rendezvous, WorkersLostError, dissolve, form
@@ -166,7 +167,7 @@ class TrainingLoop:
         settings, wishes = self._settings, self._requests.wishes()
         members = self._generation.units if self._generation else ()
         leaving = wishes.leaving & {*self._crew.ready(), *members}
-        wanted = min(wishes.target_units, settings.limits.max_units) + settings.standbys
+        wanted = wanted_units(wishes.target_units, settings.limits) + settings.standbys
         if not wishes.stop:
             self._crew.staff(wanted + len(leaving), keep=(*members, *leaving))
         num_standbys = len(self._crew.ready()) - len(members)

@@ -16,7 +16,7 @@ from hydra_ray.cli.app import run
 from hydra_ray.config import Recipe, load_recipe
 from hydra_ray.data.corpus import CorpusInfo, corpus_schema
 from hydra_ray.data.writer import CorpusWriter
-from hydra_ray.preflight import check_machine, open_corpus, smallest_pool
+from hydra_ray.preflight import check_machine, check_size, open_corpus, smallest_pool
 from planner.errors import InfeasibleError, InputError
 
 INFO = CorpusInfo(tokenizer="bytes", tokenizer_digest="", vocab_size=257, context=64)
@@ -179,3 +179,22 @@ def test_smallest_pool_holds_the_longest_sequence(recipe_path: Path) -> None:
     assert smallest_pool(in_units, 60) == 4
     with pytest.raises(InfeasibleError, match="max_degree 1,"):
         smallest_pool(recipe_with(recipe_path, "max_degree=1"), 60)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_workers", "limit"),
+    [
+        ((), 2, ">= 3 workers for the longest sequence of 90 tokens"),
+        (("elastic.min=2",), 1, ">= 2 workers for elastic.min"),
+        (("elastic.max=4",), 5, "elastic.max 4"),
+        (("parallel.tensor=2",), 4, ">= 6 workers for the longest sequence of 90 tokens"),
+    ],
+)
+def test_a_live_run_is_not_scaled_out_of_its_bounds(
+    recipe_path: Path, overrides: tuple[str, ...], num_workers: int, limit: str
+) -> None:
+    recipe = recipe_with(recipe_path, *overrides)
+    with pytest.raises(InputError) as error:
+        check_size(recipe, num_workers, longest=90)
+    assert str(error.value.limit).startswith(limit)
+    check_size(recipe_with(recipe_path), 3, longest=90)

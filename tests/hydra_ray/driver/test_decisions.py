@@ -17,6 +17,7 @@ from hydra_ray.driver.decisions import (
     Wait,
     decide,
     membership,
+    wanted_units,
 )
 from hydra_ray.driver.errors import NotEnoughWorkersError, TooManyFailuresError
 
@@ -59,6 +60,8 @@ FIRST = {"members": (), "stands": False}
         ({"leaving": frozenset({1})}, Reform((0, 2, 3), "shrink")),
         ({"leaving": frozenset({1}), "ready": (0, 1, 2, 3, 4)}, Reform((0, 2, 3, 4), "replace")),
         ({"leaving": frozenset({0, 1, 2})}, Train()),
+        ({"target": 1}, Reform((0, 1), "shrink")),
+        ({"target": 1, "ready": (3,)}, Wait()),
         ({**FIRST, "ready": (0, 1), "num_loading": 2}, Wait()),
         ({**FIRST, "ready": (3, 1, 0, 2)}, Reform((3, 1, 0, 2), "start")),
         ({**FIRST, "ready": (0, 1), "num_loading": 2, "waited_s": 11}, Reform((0, 1), "start")),
@@ -111,4 +114,6 @@ def test_membership_keeps_stayers_in_order_and_never_takes_the_dead(
     stayers = [unit for unit in members if unit in units]
     assert list(units[: len(stayers)]) == stayers
     if view.whole and len(units) > len(members):
-        assert len(units) == min(target, LIMITS.max_units)
+        assert len(units) == wanted_units(target, LIMITS)
+    if units != members:
+        assert len(units) >= LIMITS.min_units

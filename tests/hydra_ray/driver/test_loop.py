@@ -128,6 +128,21 @@ def test_a_burst_of_requests_settles_on_the_last(bench):
     assert [g["num_ranks"] for g in bench.events("generation")] == [4, 3]
 
 
+def test_a_target_below_the_minimum_never_starves_the_run(bench, undisturbed):
+    crew = FakeCrew([Fault(0, "run_step", 6)])
+    real_step = bench.journal.step
+
+    def step(record):
+        real_step(record)
+        if record["step"] == 3:
+            bench.requests.scale(1)
+
+    bench.journal.step = step
+    assert bench.loop(crew, min_units=2, wait_s=5.0).run() is RunState.FINISHED
+    assert bench.ids() == undisturbed
+    assert {step["num_ranks"] for step in bench.directory.steps()} == {4, 2}
+
+
 def test_growth_that_cannot_be_met_is_given_up_whole(bench):
     crew = FakeCrew(capacity=5)
     crew.num_loading = lambda: int(bench.requests.wishes().target_units > 5)
