@@ -7,13 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayError,
+    RayTaskError,
+)
 
 from planner.errors import HydraError
 from workers.errors import StepFailedError
 
 ABORT_S = 5.0  # an abort shuts sockets down and returns
 GRACE_S = 30.0  # more than the meeting of a generation may take: nobody can be freed from that
+NODE_DIED = "died because its node has died"  # Ray's words; the error has no field that says it
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +31,14 @@ class Answers:
 
     A worker is in exactly one of the three. `lost` workers can no longer be trusted to be alive
     and in step; `unblocked` ones are well, but their call failed because a peer was lost.
+    `culprits` are those of the lost whose own process died or raised: what they were doing may be
+    why, unlike where a node was lost or a worker came back too late.
     """
 
     results: dict[int, Any] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     unblocked: dict[int, str] = field(default_factory=dict)
+    culprits: set[int] = field(default_factory=set)
 
     @property
     def complete(self) -> bool:
@@ -76,6 +86,7 @@ def gather(
         worker, error = first_error  # nobody died: whoever failed first is the cause
         answers.unblocked.pop(worker, None)
         answers.lost[worker] = error
+        answers.culprits.add(worker)
     return answers
 
 
@@ -109,8 +120,6 @@ def _take(ref: Any, worker: int, answers: Answers) -> str | None:
     """Put one outcome where it belongs; returns the text of an error the worker raised."""
     try:
         answers.results[worker] = ray.get(ref, timeout=30)
-    except RayActorError as error:
-        answers.lost[worker] = f"{type(error).__name__}: {_first_line(error)}"
     except GetTimeoutError:
         answers.lost[worker] = "its result could not be fetched within 30 s"
     except RayTaskError as error:
@@ -120,7 +129,17 @@ def _take(ref: Any, worker: int, answers: Answers) -> str | None:
         log.warning("worker %d failed: %s", worker, error)
         answers.unblocked[worker] = f"{type(cause).__name__}: {_first_line(cause)}"
         return answers.unblocked[worker]
+    except RayError as error:  # the process or its node died, or Ray could not start or reach it
+        answers.lost[worker] = f"{type(error).__name__}: {_first_line(error)}"
+        if _process_died(error):
+            answers.culprits.add(worker)
     return None
+
+
+def _process_died(error: RayError) -> bool:
+    """Whether the worker's own process ended while its node lived on."""
+    died = isinstance(error, ActorDiedError | OutOfMemoryError)
+    return died and NODE_DIED not in str(error) and not getattr(error, "preempted", False)
 
 
 def _give_up(pending: dict[Any, int], answers: Answers, *, disturbed: bool) -> None:

@@ -153,12 +153,15 @@ class TrainingLoop:
         )
 
     def _save_is_due(self, *, ending: bool, asked: bool) -> bool:
-        settings = self._settings
+        settings, abandoned = self._settings, self._saving.abandoned_step
         if self._applied == self._saving.last_step:
             return False
+        if ending or self._applied >= settings.num_steps:
+            return True
+        if abandoned is not None:  # a step of training first: what was wrong may pass meanwhile
+            return self._applied != abandoned
         every = settings.save_every and self._applied % settings.save_every == 0
-        asked = asked or self._saving.is_due_again
-        return bool(asked or ending or every or self._applied >= settings.num_steps)
+        return bool(asked or every)
 
     def _recruit(self) -> None:
         """Start and end spare units so that the target and the standbys can be met."""
@@ -215,8 +218,8 @@ class TrainingLoop:
             self._advance(step_record(prepared, results, self._settings.cost, wall_s=wall_s))
             self._directory.append_trace(entry for r in results for entry in r.trace_events)
         if not answers.complete:
-            if not results:
-                ids = held_by(generation, prepared, answers.lost, self._settings.shape)
+            if answers.culprits and not results:
+                ids = held_by(generation, prepared, answers.culprits, self._settings.shape)
                 self._suspects.blame(key.step, ids)
             raise WorkersLostError(answers.lost)
 

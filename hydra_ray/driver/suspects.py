@@ -30,7 +30,7 @@ def held_by(
 
 
 class Suspects:
-    """Remembers who was held by lost workers in the step that is being tried."""
+    """Remembers who was held by the workers whose processes failed in the step being tried."""
 
     def __init__(self) -> None:
         self._step = 0

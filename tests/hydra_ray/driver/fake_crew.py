@@ -127,6 +127,7 @@ class FakeCrew:
                     answers.results[worker] = result
             if worker in dead:
                 answers.lost[worker] = "killed by the test"
+                answers.culprits.add(worker)
             elif not reaches_end:
                 answers.unblocked[worker] = "connection closed by peer"
         for worker in dead:

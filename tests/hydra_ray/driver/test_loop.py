@@ -13,6 +13,7 @@ from hydra_ray.driver.errors import (
     SuspectSequencesError,
     TooManyFailuresError,
 )
+from hydra_ray.driver.saving import MOST_FAILURES
 from hydra_ray.driver.settings import Timeouts
 from hydra_ray.driver.states import RunState
 from tests.hydra_ray.driver.fake_crew import FakeCrew, Fault
@@ -237,6 +238,31 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(bench, undistu
     assert bench.events("restored")[-1]["step"] == 4
 
 
+@pytest.mark.parametrize("num_failures", [1, 2, 3])
+def test_storage_that_fails_is_tried_again_after_another_step(
+    bench, undisturbed, monkeypatch, num_failures
+):
+    prepared = []
+    real_prepare = bench.checkpoints.prepare
+
+    def prepare(step):
+        prepared.append(step)
+        if len(prepared) <= num_failures:
+            raise CheckpointError("the storage is away")
+        real_prepare(step)
+
+    monkeypatch.setattr(bench.checkpoints, "prepare", prepare)
+    loop = bench.loop(FakeCrew(), save_every=4)
+    if num_failures == MOST_FAILURES:
+        with pytest.raises(CheckpointError, match="checkpoints cannot be written"):
+            loop.run()
+        assert prepared == [4, 5, 6]
+    else:
+        assert loop.run() is RunState.FINISHED
+        assert prepared[: num_failures + 1] == [4, 5, 6][: num_failures + 1]
+        assert bench.ids() == undisturbed
+
+
 def test_no_readable_checkpoint_is_an_error(bench):
     bench.loop(FakeCrew(), num_steps=4).run()
     (bench.directory.root / "checkpoints" / "step_000004" / "manifest.json").write_text("{")
@@ -314,3 +340,22 @@ def test_sequences_on_a_worker_that_dies_twice_in_one_step_are_named(bench):
         bench.loop(crew, num_steps=6).run()
     assert bench.directory.steps()[-1]["step"] == 3
     assert "sequence ids [1" in str(caught.value)
+
+
+def test_lost_nodes_and_late_workers_are_not_blamed_on_sequences(bench, undisturbed):
+    crew = FakeCrew()
+    real_call, tries = crew.call, []
+
+    def call(workers, method, arguments, *, timeout_s):
+        if method == "run_step" and arguments(workers[0])[0].step == 4 and len(tries) < 3:
+            tries.append(workers[0])
+            crew.faults.append(Fault(workers[0], "run_step", 4))
+            answers = real_call(workers, method, arguments, timeout_s=timeout_s)
+            answers.culprits.clear()
+            return answers
+        return real_call(workers, method, arguments, timeout_s=timeout_s)
+
+    crew.call = call
+    assert bench.loop(crew).run() is RunState.FINISHED
+    assert len(tries) == 3
+    assert bench.ids() == undisturbed
