@@ -20,9 +20,12 @@ from workers.errors import CheckpointError, CheckpointMismatchError
 from workers.protocol import ShardInfo
 from workers.shard_files import shard_reader, shard_writer
 from workers.state import TrainState
-from workers.storage import checksum, open_storage
+from workers.storage import checksum, open_storage, storage_errors
 
 _STEP_KEY = "step"
+_UNWRITABLE = "a checkpoint shard cannot be written"
+_UNREADABLE = "a checkpoint shard is missing, or cannot be read"
+_FREE_SPACE = "Free space there, or set checkpoint.path to another place."
 
 
 class ShardWriter:
@@ -67,15 +70,13 @@ def shard_name(generation: int, rank: int) -> str:
 def _write(tensors: dict[str, torch.Tensor], step: int, path: str) -> tuple[ShardInfo, ...]:
     if not tensors:
         return ()
-    writer, stored = shard_writer(path)
     try:
-        save({**tensors, _STEP_KEY: step}, storage_writer=writer, no_dist=True)
-    except (CheckpointException, OSError) as error:
+        with storage_errors(CheckpointError, _UNWRITABLE, path, remedy=_FREE_SPACE):
+            writer, stored = shard_writer(path)
+            save({**tensors, _STEP_KEY: step}, storage_writer=writer, no_dist=True)
+    except CheckpointException as error:
         raise CheckpointError(
-            "a checkpoint shard cannot be written",
-            value=path,
-            limit=_cause(error),
-            remedy="Free space there, or set checkpoint.path to another place.",
+            _UNWRITABLE, value=path, limit=_cause(error), remedy=_FREE_SPACE
         ) from None
     return stored.written()
 
@@ -88,14 +89,8 @@ def verify(folder: str, shards: Iterable[ShardInfo]) -> None:
     """
     files, inner = open_storage(folder)
     for shard in shards:
-        try:
+        with storage_errors(CheckpointError, _UNREADABLE, f"{folder}/{shard.path}"):
             found = checksum(files, f"{inner}/{shard.path}")
-        except OSError as error:
-            raise CheckpointError(
-                "a checkpoint shard is missing, or cannot be read",
-                value=f"{folder}/{shard.path}",
-                limit=f"{type(error).__name__}: {error}",
-            ) from None
         if found != (shard.num_bytes, shard.blake2b):
             raise CheckpointError(
                 "a checkpoint shard is damaged",
@@ -126,10 +121,8 @@ def read(folder: str, names: Sequence[str], wanted: dict[str, torch.Tensor]) -> 
         path = f"{folder}/{name}"
         try:
             found, step = _read_shard(path, tensors)
-        except (CheckpointException, OSError) as error:
-            raise CheckpointError(
-                "a checkpoint shard is missing, or cannot be read", value=path, limit=_cause(error)
-            ) from None
+        except CheckpointException as error:
+            raise CheckpointError(_UNREADABLE, value=path, limit=_cause(error)) from None
         missing -= found
     if missing or step < 0:
         raise CheckpointMismatchError(
@@ -143,8 +136,9 @@ def read(folder: str, names: Sequence[str], wanted: dict[str, torch.Tensor]) -> 
 
 def _read_shard(path: str, tensors: Mapping[str, torch.Tensor]) -> tuple[set[str], int]:
     """Fill those of `tensors` that the shard holds; which they are, and the step."""
-    reader = shard_reader(path)
-    stored = reader.read_metadata().state_dict_metadata
+    with storage_errors(CheckpointError, _UNREADABLE, path):
+        reader = shard_reader(path)
+        stored = reader.read_metadata().state_dict_metadata
     mine = {key: tensors[key] for key in stored if key in tensors}
     _check_shapes(mine, stored, path)
     part: dict[str, Any] = {**mine, _STEP_KEY: -1}
@@ -164,8 +158,7 @@ def _check_shapes(mine: dict[str, torch.Tensor], stored: Mapping[str, object], p
             )
 
 
-def _cause(error: BaseException) -> str:
+def _cause(error: CheckpointException) -> str:
     """What went wrong beneath torch's collection of every rank's failures."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}"
+    first = next(iter(error.failures.values()))[0] if error.failures else error
+    return f"{type(first).__name__}: {first}"

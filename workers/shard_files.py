@@ -19,10 +19,15 @@ Path = str | os.PathLike[str]
 
 
 class StoredFiles(FileSystemBase):
-    """The file operations torch asks for; remembers size and checksum of what was written."""
+    """The file operations torch asks for; remembers size and checksum of what was written.
 
-    def __init__(self, files: Any) -> None:
-        self._files = files
+    Args:
+        files: an fsspec file system.
+        can_rename: whether it moves a file without copying and removing it.
+    """
+
+    def __init__(self, files: Any, *, can_rename: bool) -> None:
+        self._files, self._can_rename = files, can_rename
         self._written: dict[str, tuple[int, str]] = {}
 
     def written(self) -> tuple[ShardInfo, ...]:
@@ -52,8 +57,15 @@ class StoredFiles(FileSystemBase):
         return path
 
     def rename(self, path: Path, new_path: Path) -> None:
-        """Move a file, and what is known of it."""
-        self._files.mv(str(path), str(new_path))
+        """Move a file, and what is known of it.
+
+        An object store copies it, and the old one stays: not every bucket lets its writers remove
+        what they wrote. It is torch's index, which is small, and goes with its checkpoint.
+        """
+        if self._can_rename:
+            self._files.mv(str(path), str(new_path))
+        else:
+            self._files.cp_file(str(path), str(new_path))
         self._written[str(new_path)] = self._written.pop(str(path))
 
     def mkdir(self, path: Path) -> None:
@@ -77,10 +89,9 @@ class StoredFiles(FileSystemBase):
 def shard_writer(path: str) -> tuple[FileSystemWriter, StoredFiles]:
     """A writer of one shard into the folder `path`, and the record of what it writes."""
     files, inner = open_storage(path)
-    stored = StoredFiles(files)
-    writer = FileSystemWriter(
-        inner, single_file_per_rank=True, sync_files=is_folder_of_this_machine(path)
-    )
+    is_folder = is_folder_of_this_machine(path)
+    stored = StoredFiles(files, can_rename=is_folder)
+    writer = FileSystemWriter(inner, single_file_per_rank=True, sync_files=is_folder)
     writer.fs = stored  # type: ignore[assignment]  # torch names its own subclass there
     writer.path = inner
     return writer, stored
@@ -90,6 +101,6 @@ def shard_reader(path: str) -> FileSystemReader:
     """A reader of one shard."""
     files, inner = open_storage(path)
     reader = FileSystemReader(inner)
-    reader.fs = StoredFiles(files)  # type: ignore[assignment]
+    reader.fs = StoredFiles(files, can_rename=False)  # type: ignore[assignment]
     reader.path = inner
     return reader

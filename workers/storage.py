@@ -4,9 +4,13 @@ Credentials and endpoints come from the environment, as each fsspec implementati
 """
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import fsspec
+
+from planner.errors import HydraError
 
 BLOCK_BYTES = 1 << 22
 
@@ -21,6 +25,30 @@ def open_storage(path: str) -> tuple[Any, str]:
     """
     files, inner = fsspec.core.url_to_fs(path, use_listings_cache=False)
     return files, str(inner).rstrip("/")
+
+
+@contextmanager
+def storage_errors(
+    kind: type[HydraError], what: str, path: str, *, remedy: str = ""
+) -> Iterator[None]:
+    """Turn whatever the file system raises into an error of `kind`.
+
+    The calls alone belong into it: implementations of fsspec let through what their client
+    libraries raise, and those need not be OSErrors (botocore's EndpointConnectionError is none).
+
+    Args:
+        kind: the error to raise.
+        what: what could not be done.
+        path: where.
+        remedy: what the user can do about it.
+    """
+    try:
+        yield
+    except HydraError:
+        raise
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise kind(what, value=path, limit=cause, remedy=remedy) from error
 
 
 def is_folder_of_this_machine(path: str) -> bool:

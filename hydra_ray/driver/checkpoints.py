@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from hydra_ray.data.batches import DataCursor
 from hydra_ray.driver.errors import CheckpointError
 from planner.errors import InputError
 from workers.protocol import ShardInfo
-from workers.storage import is_folder_of_this_machine, open_storage
+from workers.storage import is_folder_of_this_machine, open_storage, storage_errors
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -101,9 +102,14 @@ class Checkpoints:
         return f"{self.path}/step_{step:06d}"
 
     def prepare(self, step: int) -> None:
-        """Make an empty folder for `step`; what a crashed attempt left there goes."""
+        """Make an empty folder for `step`; what a crashed attempt left there goes.
+
+        Raises:
+            CheckpointError: the storage cannot be written.
+        """
         self.remove(step)
-        self._files.makedirs(self._inner(step), exist_ok=True)
+        with self._storage("a checkpoint's folder cannot be made", step):
+            self._files.makedirs(self._inner(step), exist_ok=True)
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, which makes the checkpoint valid.
@@ -115,20 +121,21 @@ class Checkpoints:
             CheckpointError: it cannot be written.
         """
         target, text = f"{self._inner(manifest.step)}/{MANIFEST}", manifest.to_json().encode()
-        try:
+        with self._storage("a checkpoint's manifest cannot be written", manifest.step):
             if is_folder_of_this_machine(self.path):
                 self._files.pipe_file(f"{target}.part", text)
                 self._files.mv(f"{target}.part", target)
             else:
                 self._files.pipe_file(target, text)
-        except OSError as error:
-            raise CheckpointError(
-                "a checkpoint's manifest cannot be written", value=target, limit=str(error)
-            ) from error
 
     def steps(self) -> list[int]:
-        """The steps of all checkpoints that have a manifest, oldest first."""
-        return [step for step in self._folders() if self._has_manifest(step)]
+        """The steps of all checkpoints that have a manifest, oldest first.
+
+        Raises:
+            CheckpointError: the storage cannot be read.
+        """
+        with storage_errors(CheckpointError, "checkpoints cannot be listed", self.path):
+            return [step for step in self._folders() if self._has_manifest(step)]
 
     def read(self, step: int) -> Manifest:
         """The manifest of `step`, once its shards are seen to be there in full size.
@@ -139,10 +146,12 @@ class Checkpoints:
             CheckpointError: the manifest is damaged, or a shard is missing or cut short.
         """
         folder = self._inner(step)
-        try:
-            manifest = Manifest.from_json(self._files.cat_file(f"{folder}/{MANIFEST}").decode())
+        with self._storage("a checkpoint is damaged, or cannot be read", step):
+            content = self._files.cat_file(f"{folder}/{MANIFEST}")
             sizes = {path: info["size"] for path, info in self._found(folder).items()}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        try:
+            manifest = Manifest.from_json(content.decode())
+        except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 "a checkpoint is damaged",
                 value=f"{self.folder(step)}/{MANIFEST}",
@@ -180,9 +189,13 @@ class Checkpoints:
 
         Returns:
             The removed steps.
+
+        Raises:
+            CheckpointError: the storage does not let go of one.
         """
-        until = [step for step in self._folders() if step <= newest]
-        valid = [step for step in until if self._has_manifest(step)]
+        with storage_errors(CheckpointError, "checkpoints cannot be listed", self.path):
+            until = [step for step in self._folders() if step <= newest]
+            valid = [step for step in until if self._has_manifest(step)]
         kept = valid[-keep:]
         removed = [step for step in until if step not in kept]
         for step in removed:
@@ -190,11 +203,19 @@ class Checkpoints:
         return removed
 
     def remove(self, step: int) -> None:
-        """Remove `step`'s checkpoint, manifest first so that it is never half valid."""
-        if self._has_manifest(step):
-            self._files.rm_file(f"{self._inner(step)}/{MANIFEST}")
-        if self._files.exists(self._inner(step)):
-            self._files.rm(self._inner(step), recursive=True)
+        """Remove `step`'s checkpoint, manifest first so that it is never half valid.
+
+        Raises:
+            CheckpointError: it cannot be removed.
+        """
+        with self._storage("a checkpoint cannot be removed", step):
+            if self._has_manifest(step):
+                self._files.rm_file(f"{self._inner(step)}/{MANIFEST}")
+            if self._files.exists(self._inner(step)):
+                self._files.rm(self._inner(step), recursive=True)
+
+    def _storage(self, what: str, step: int) -> AbstractContextManager[None]:
+        return storage_errors(CheckpointError, what, self.folder(step))
 
     def _folders(self) -> list[int]:
         """The steps of all folders, valid or not, oldest first."""

@@ -26,10 +26,11 @@ from hydra_ray.driver.decisions import (
 )
 from hydra_ray.driver.errors import CheckpointError
 from hydra_ray.driver.generation import Generation, Rendezvous, WorkersLostError, dissolve, form
+from hydra_ray.driver.growth import Growth
 from hydra_ray.driver.journal import Journal
 from hydra_ray.driver.preparation import Preparation, PreparedStep, StepKey
 from hydra_ray.driver.records import cursor_after, refuse_nonfinite, step_record
-from hydra_ray.driver.requests import Requests
+from hydra_ray.driver.requests import Requests, Wishes
 from hydra_ray.driver.saving import Saving, restore_newest
 from hydra_ray.driver.settings import Settings
 from hydra_ray.driver.states import RunState
@@ -90,7 +91,9 @@ class TrainingLoop:
         self._suspects = Suspects()
         self._failures: deque[float] = deque()
         self._last_failure = ""
-        self._still_since = self._loading_since = time.monotonic()
+        self._still_since = time.monotonic()
+        wishes = requests.wishes()
+        self._growth = Growth(wishes.target_units, wishes.operation)
         self._unannounced: dict[str, object] | None = None
 
     def run(self) -> RunState:
@@ -169,18 +172,26 @@ class TrainingLoop:
         self._saving.settle(wait=False)
         settings, wishes = self._settings, self._requests.wishes()
         members = self._generation.units if self._generation else ()
-        leaving = wishes.leaving & {*self._crew.ready(), *members}
+        self._crew.discard(wishes.leaving - set(members))
+        leaving = wishes.leaving & set(members)
         wanted = wanted_units(wishes.target_units, settings.limits) + settings.standbys
         if not wishes.stop:
-            self._crew.staff(wanted + len(leaving), keep=(*members, *leaving))
+            self._crew.staff(wanted + len(leaving), keep=members)
         num_standbys = len(self._crew.ready()) - len(members)
         self._journal.know(num_standbys=num_standbys, num_loading=self._crew.num_loading())
-        if not self._crew.num_loading():
-            self._loading_since = time.monotonic()
-        elif time.monotonic() - self._loading_since > settings.timeouts.grow_s and members:
-            self._loading_since = time.monotonic()
-            self._requests.withdraw_growth(wishes.operation, len(members))
-            self._journal.event("growth_failed", wanted=wishes.target_units, kept=len(members))
+        self._limit_growth(wishes, len(members))
+
+    def _limit_growth(self, wishes: Wishes, num_members: int) -> None:
+        """Withdraw a `scale` that was not met in time."""
+        kept = self._growth.fallback(
+            wishes,
+            num_members=num_members,
+            now_s=time.monotonic(),
+            patience_s=self._settings.timeouts.grow_s,
+        )
+        if kept is not None:
+            self._requests.withdraw_growth(wishes.operation, kept)
+            self._journal.event("growth_failed", wanted=wishes.target_units, kept=kept)
 
     def _train(self) -> None:
         generation = self._standing()

@@ -51,7 +51,7 @@ class Saving:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
         self._attempt: _Attempt | None = None
         self._valid_step, self._num_failures = 0, 0
-        self.is_due_again = False  # the latest attempt came to nothing
+        self.abandoned_step: int | None = None  # of the latest attempt, if it came to nothing
 
     @property
     def last_step(self) -> int:
@@ -78,7 +78,7 @@ class Saving:
         folder = self._checkpoints.folder(manifest.step)
         try:
             self._checkpoints.prepare(manifest.step)
-        except OSError as error:
+        except CheckpointError as error:
             self._give_up(manifest.step, error)
             return
         copied = self._crew.call(
@@ -86,7 +86,7 @@ class Saving:
         )
         if not copied.complete:
             raise WorkersLostError(copied.lost)
-        self.is_due_again = False
+        self.abandoned_step = None
         pause_s = time.monotonic() - started
         done = self._thread.submit(self._complete, tuple(workers), manifest, started, pause_s)
         self._attempt = _Attempt(manifest.step, done)
@@ -130,11 +130,19 @@ class Saving:
             took_s=time.monotonic() - started,
             pause_s=pause_s,
         )
-        self._checkpoints.retain(self._keep, newest=manifest.step)
+        self._remove_old(manifest.step)
+
+    def _remove_old(self, newest: int) -> None:
+        """Keep to the number wanted; the newest is valid even where none may be removed."""
+        try:
+            self._checkpoints.retain(self._keep, newest=newest)
+        except CheckpointError as error:
+            log.warning("old checkpoints stay: %s", error)
+            self._journal.event("checkpoints_not_removed", step=newest, cause=str(error))
 
     def _give_up(self, step: int, error: BaseException) -> None:
         """Tell of an attempt that came to nothing; only what is no worker's loss is counted."""
-        self.is_due_again = True
+        self.abandoned_step = step
         folder = self._checkpoints.folder(step)
         log.warning("the checkpoint %s came to nothing: %s", folder, error)
         self._journal.event("checkpoint_abandoned", step=step, cause=str(error))

@@ -198,7 +198,7 @@ def test_a_worker_lost_in_a_save_leaves_no_checkpoint_and_its_rest_goes(bench: B
         with pytest.raises(WorkersLostError):
             bench.save(crew, 10)
     else:
-        assert bench.save(crew, 10).is_due_again
+        assert bench.save(crew, 10).abandoned_step == 10
         assert [event["step"] for event in bench.events("checkpoint_abandoned")] == [10]
     assert bench.checkpoints.steps() == [5]
     bench.save(crew, 15)
@@ -223,3 +223,56 @@ def test_storage_that_cannot_be_written_is_tried_again_and_then_an_error(tmp_pat
     with pytest.raises(CheckpointError, match=f"limit {MOST_FAILURES} attempts"):
         bench.save(crew, *range(1, 9))
     assert [event["step"] for event in bench.events("checkpoint_abandoned")] == [1, 2, 3]
+
+
+class UnreachableError(Exception):
+    """What a client library raises that knows nothing of OSError."""
+
+
+def unreachable(*_: Any, **__: Any) -> None:
+    raise UnreachableError("no such endpoint")
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path) -> Bench:
+    return Bench(f"memory://{tmp_path}/checkpoints", tmp_path / "run")
+
+
+@pytest.mark.parametrize("method", ["makedirs", "pipe_file", "open"])
+def test_any_error_of_the_storage_is_a_failed_attempt(
+    in_memory: Bench, monkeypatch: pytest.MonkeyPatch, method: str
+):
+    files, _ = open_storage(in_memory.checkpoints.path)
+    crew = TensorCrew(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(files), method, unreachable)
+        assert in_memory.save(crew, 5).abandoned_step == 5
+    told = in_memory.events("checkpoint_abandoned")
+    assert [event["step"] for event in told] == [5]
+    assert "UnreachableError: no such endpoint" in told[0]["cause"]
+    assert in_memory.save(crew, 10).abandoned_step is None
+    assert in_memory.checkpoints.steps() == [10]
+
+
+@pytest.mark.parametrize("method", ["ls", "exists", "cat_file"])
+def test_any_error_of_reading_is_a_checkpoint_error(
+    in_memory: Bench, monkeypatch: pytest.MonkeyPatch, method: str
+):
+    in_memory.save(TensorCrew(2), 5)
+    files, _ = open_storage(in_memory.checkpoints.path)
+    monkeypatch.setattr(type(files), method, unreachable)
+    with pytest.raises(CheckpointError):
+        in_memory.restore(TensorCrew(2))
+
+
+def test_a_checkpoint_is_valid_where_none_may_be_removed(
+    in_memory: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    files, _ = open_storage(in_memory.checkpoints.path)
+    monkeypatch.setattr(type(files), "rm_file", unreachable)
+    in_memory.save(TensorCrew(2), 5, 10, 15, keep=1)
+    assert in_memory.checkpoints.steps() == [5, 10, 15]
+    assert [event["step"] for event in in_memory.events("checkpoint")] == [5, 10, 15]
+    assert in_memory.events("checkpoint_abandoned") == []
+    assert [event["step"] for event in in_memory.events("checkpoints_not_removed")] == [10, 15]
+    assert in_memory.restore(TensorCrew(1)).step == 15

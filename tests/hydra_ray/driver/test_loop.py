@@ -146,7 +146,6 @@ def test_a_target_below_the_minimum_never_starves_the_run(bench, undisturbed):
 
 def test_growth_that_cannot_be_met_is_given_up_whole(bench):
     crew = FakeCrew(capacity=5)
-    crew.num_loading = lambda: int(bench.requests.wishes().target_units > 5)
     real_step = bench.journal.step
 
     def step(record):
@@ -158,6 +157,22 @@ def test_growth_that_cannot_be_met_is_given_up_whole(bench):
     bench.loop(crew, timeouts=Timeouts(grow_s=0.0)).run()
     assert [g["num_ranks"] for g in bench.events("generation")] == [4]
     assert bench.events("growth_failed")[0]["wanted"] == 7
+    assert bench.requests.wishes().target_units == 4
+
+
+def test_replacements_and_standbys_that_find_no_place_leave_the_target(bench, undisturbed):
+    crew = FakeCrew([Fault(1, "run_step", 5)], capacity=4)
+    crew.num_loading = lambda: 1  # a standby, and then a replacement, that Ray cannot place
+
+    def staff(num_units, keep):
+        if not crew.commands:
+            FakeCrew.staff(crew, num_units, keep)
+
+    crew.staff = staff
+    bench.loop(crew, standbys=1, timeouts=Timeouts(grow_s=0.0)).run()
+    assert bench.ids() == undisturbed
+    assert [g["num_ranks"] for g in bench.events("generation")] == [4, 3]
+    assert not bench.events("growth_failed")
     assert bench.requests.wishes().target_units == 4
 
 
@@ -183,6 +198,24 @@ def test_a_unit_asked_to_leave_leaves_and_is_replaced(bench, undisturbed):
     assert bench.ids() == undisturbed
     assert 1 not in crew.workers
     assert bench.directory.steps()[-1]["num_ranks"] == 4
+
+
+def test_a_standby_asked_to_leave_is_ended_and_replaced(bench, undisturbed):
+    crew = FakeCrew()
+    real_step = bench.journal.step
+
+    def step(record):
+        real_step(record)
+        if record["step"] == 4:
+            standby = next(unit for unit in crew.workers if unit not in crew.members)
+            bench.requests.retire(standby)
+
+    bench.journal.step = step
+    bench.loop(crew, standbys=1).run()
+    assert bench.ids() == undisturbed
+    assert [g["cause"] for g in bench.events("generation")] == ["start"]
+    (standby,) = set(crew.workers) - set(crew.members)
+    assert standby not in bench.requests.wishes().leaving
 
 
 def test_below_the_minimum_the_run_waits_and_then_fails(bench):
