@@ -226,9 +226,12 @@ def checkpoints_of(recipe: Recipe, run: str, directory: RunDirectory) -> Checkpo
 
 
 def summary(directory: RunDirectory, run: str, status: dict[str, Any]) -> dict[str, Any]:
-    """A run in figures, from its step lines; a resumed run counts from its very first step."""
+    """A run in figures, from its step lines; a resumed run counts from its very first step.
+
+    Its speed is that of the whole run, with every pause between the first step and the last.
+    """
     steps = directory.steps()
-    wall_s = sum(step["wall_s"] for step in steps)
+    wall_s = steps[-1]["time"] - steps[0]["time"] + steps[0]["wall_s"] if steps else 0.0
     return {
         "run": run,
         "state": status["state"],
@@ -236,7 +239,7 @@ def summary(directory: RunDirectory, run: str, status: dict[str, Any]) -> dict[s
         "steps": steps[-1]["step"] if steps else 0,
         "first_loss": steps[0]["loss"] if steps else None,
         "last_loss": steps[-1]["loss"] if steps else None,
-        "tokens_per_s": sum(step["tokens"] for step in steps) / wall_s if wall_s else None,
+        "tokens_per_s": sum(step["tokens"] for step in steps) / wall_s if wall_s > 0 else None,
         "run_dir": str(directory.root),
     }
 

@@ -89,9 +89,13 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End well: all steps are done, or the user asked to stop."""
+    """End well: all steps are done, or the user asked to stop.
+
+    `is_saved` is False where too few workers are left to write the checkpoint that was due.
+    """
 
     stopped: bool
+    is_saved: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +114,11 @@ def decide(view: View, limits: Limits) -> Decision:
         return Fail(_too_many_failures(view, limits))
     if view.whole and view.save_due:
         return Save()
-    if view.stop or (view.applied >= view.num_steps and not view.save_due):
+    if not view.save_due and (view.stop or view.applied >= view.num_steps):
         return Finish(stopped=view.stop)
     units = membership(view, limits)
     if units is None:
-        return _wait_or_fail(view, limits)
+        return Finish(stopped=True, is_saved=False) if view.stop else _wait_or_fail(view, limits)
     if units != view.members or not view.stands:
         return Reform(units, _cause(view, units))
     return Train()

@@ -91,7 +91,7 @@ class TrainingLoop:
         self._suspects = Suspects()
         self._failures: deque[float] = deque()
         self._last_failure = ""
-        self._still_since = time.monotonic()
+        self._still_since = self._trained_at = time.monotonic()
         wishes = requests.wishes()
         self._growth = Growth(wishes.target_units, wishes.operation)
         self._unannounced: dict[str, object] | None = None
@@ -121,7 +121,8 @@ class TrainingLoop:
                             self._reform(units, cause)
                         case Wait():
                             self._wait()
-                        case Finish(stopped) if self._has_settled():
+                        case Finish(stopped, is_saved) if self._has_settled():
+                            self._tell_unsaved(is_saved=is_saved)
                             return RunState.STOPPED if stopped else RunState.FINISHED
                         case Fail(error):
                             raise error
@@ -133,6 +134,11 @@ class TrainingLoop:
         written = self._saving.last_step
         self._saving.settle(wait=True)
         return self._saving.last_step == written
+
+    def _tell_unsaved(self, *, is_saved: bool) -> None:
+        if not is_saved:
+            newest = max(self._checkpoints.steps(), default=None)
+            self._journal.event("stopped_unsaved", step=self._applied, newest_checkpoint=newest)
 
     def _view(self) -> View:
         settings, wishes, now = self._settings, self._requests.wishes(), time.monotonic()
@@ -222,10 +228,10 @@ class TrainingLoop:
             timeout_s=self._settings.timeouts.step_s,
         )
         results = list(answers.results.values())
-        self._still_since = time.monotonic()
+        self._still_since = ended = time.monotonic()
         refuse_nonfinite(key.step, results)
         if results:
-            wall_s = time.monotonic() - started
+            self._trained_at, wall_s = ended, ended - started
             self._advance(step_record(prepared, results, self._settings.cost, wall_s=wall_s))
             self._directory.append_trace(entry for r in results for entry in r.trace_events)
         if not answers.complete:
@@ -246,7 +252,7 @@ class TrainingLoop:
     def _announce(self) -> None:
         """Tell of a new generation once its first step goes out, when its pause is known."""
         if self._unannounced is not None:
-            pause_s = time.monotonic() - self._still_since
+            pause_s = time.monotonic() - self._trained_at
             self._journal.event("generation", **self._unannounced, pause_s=pause_s)
             self._unannounced = None
 
@@ -346,7 +352,7 @@ class TrainingLoop:
             ),
         )
         self._requests.saved()
-        self._still_since = time.monotonic()
+        self._still_since = self._trained_at = time.monotonic()
 
     def _wait(self) -> None:
         if self._generation is not None:

@@ -1,11 +1,13 @@
 """The training loop with a fake crew: exactly-once whatever happens to the workers."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hydra_ray.driver import loop as loop_module
 from hydra_ray.driver.errors import (
     CheckpointError,
     NonFiniteLossError,
@@ -257,6 +259,41 @@ def test_a_stop_ends_after_the_step_in_hand_with_a_checkpoint_and_resumes(bench,
     assert bench.loop(crew).run() is RunState.FINISHED
     assert bench.ids() == undisturbed
     assert_history_is(crew, undisturbed)
+
+
+@pytest.mark.parametrize("num_lost", [1, 3])
+def test_a_stop_during_recovery_saves_with_whoever_is_left_or_says_that_it_did_not(bench, num_lost):
+    crew = FakeCrew([Fault(w, "run_step", 8) for w in range(num_lost)])
+    real_call = crew.call
+
+    def call(workers, method, arguments, *, timeout_s):
+        answers = real_call(workers, method, arguments, timeout_s=timeout_s)
+        if method == "run_step" and not answers.complete:
+            bench.requests.stop()
+        return answers
+
+    crew.call = call
+    assert bench.loop(crew, save_every=5, min_units=2).run() is RunState.STOPPED
+    told = [(e["step"], e["newest_checkpoint"]) for e in bench.events("stopped_unsaved")]
+    assert bench.checkpoints.steps() == ([5, 7] if num_lost == 1 else [5])
+    assert told == ([] if num_lost == 1 else [(7, 5)])
+
+
+def test_the_pause_of_a_failure_counts_the_step_that_was_lost(bench, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    crew = FakeCrew([Fault(0, "run_step", 5)])
+    real_call = crew.call
+
+    def call(workers, method, arguments, *, timeout_s):
+        now[0] += 10.0 if method == "run_step" else 0.0
+        return real_call(workers, method, arguments, timeout_s=timeout_s)
+
+    crew.call = call
+    bench.loop(crew, wait_s=5.0).run()
+    start, failure, *_ = bench.events("generation")
+    assert (start["cause"], start["pause_s"]) == ("start", 0.0)
+    assert (failure["cause"], failure["pause_s"]) == ("failure", 10.0)
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(bench, undisturbed):

@@ -9,6 +9,7 @@ import pytest
 
 from hydra_ray.data.batches import DataCursor, GlobalBatches
 from hydra_ray.driver import capacity
+from hydra_ray.driver.actor import summary
 from hydra_ray.driver.capacity import workers_that_fit
 from hydra_ray.driver.checkpoints import Checkpoints, Manifest
 from hydra_ray.driver.errors import CheckpointError
@@ -150,6 +151,17 @@ def test_a_run_s_name_is_taken_once_and_resumed_only_if_it_is(tmp_path):
         check_name_is_free(directory, resume=False)
     check_name_is_free(directory, resume=True)
     assert [found.root for found in find_runs(str(tmp_path))] == [directory.root]
+
+
+def test_a_run_s_speed_counts_its_pauses(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.create("")
+    assert summary(directory, "run", {"state": "stopped"})["tokens_per_s"] is None
+    for step, time in ((1, 102.0), (2, 104.0), (3, 120.0)):
+        directory.append_step(
+            {"step": step, "time": time, "wall_s": 2.0, "tokens": 100, "loss": 1.0}
+        )
+    assert summary(directory, "run", {"state": "finished"})["tokens_per_s"] == 300 / 20
 
 
 def test_an_endpoint_is_there_while_the_run_lives(tmp_path):
