@@ -15,6 +15,8 @@ AddressOption = Annotated[
 ]
 
 LOOK_EVERY_S = 0.2
+ENDED = frozenset({"finished", "stopped", "failed"})
+STANDING = frozenset({"running", "saving", "finished"})  # states whose `num_workers` is at work
 
 
 def list_runs(storage_path: StorageOption = "runs", as_json: JsonFlag = False) -> None:
@@ -75,7 +77,11 @@ def scale(
     address: AddressOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Change the number of workers of a running job; applied at a step boundary."""
+    """Change the number of workers of a running job; applied at a step boundary.
+
+    With --wait, exit code 1 says that the run did not get there: it gave the request up, ended, or
+    the time was up.
+    """
     from hydra_ray.cli.connect import connected_driver
 
     with connected_driver(run, storage_path, address) as driver:
@@ -89,7 +95,10 @@ def scale(
     if as_json:
         say_json(facts)
     else:
-        say(f"{run}: {num_workers} workers " + ("reached" if reached else "asked for"))
+        became = {None: "asked for", True: "reached", False: "not reached; see its events"}[reached]
+        say(f"{run}: {num_workers} workers {became}")
+    if reached is False:
+        raise typer.Exit(1)
 
 
 def drain(
@@ -187,7 +196,7 @@ def _offline_status(directory: Any) -> dict[str, Any]:
     steps = directory.steps()
     state = last(directory.events(), event="state") or {"state": "starting"}
     alive = live_address(directory) is not None
-    ended = state["state"] in {"finished", "stopped", "failed"}
+    ended = state["state"] in ENDED
     return {
         "run": directory.root.name,
         "state": state["state"] if alive or ended else "died",
@@ -205,13 +214,18 @@ def _wait_for_end(directory: Any, timeout_s: float) -> str:
 
 
 def _wait_for_workers(ask: Any, num_workers: int, timeout_s: float) -> bool:
-    """Whether the run reaches `num_workers`, or gives them up, within the time."""
+    """Whether the run has `num_workers` within the time, before it gives them up or ends."""
+    from hydra_ray.driver.errors import DriverLostError
+
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        facts = ask()
-        if facts.get("num_workers") == num_workers and facts["state"] == "running":
+        try:
+            facts = ask()
+        except DriverLostError:  # the run has ended, and its cluster with it
+            return False
+        if facts.get("num_workers") == num_workers and facts["state"] in STANDING:
             return True
-        if facts["target_workers"] != num_workers or facts["state"] in {"failed", "stopped"}:
+        if facts["target_workers"] != num_workers or facts["state"] in ENDED:
             return False
         time.sleep(LOOK_EVERY_S)
     return False
