@@ -158,7 +158,7 @@ def _keep(branch: _Branch) -> None:
     branch.best_group_of[:] = branch.group_of
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _search(
     task: _Task, branch: _Branch, sequence: int, num_groups: int, work: float, best: float
 ) -> float:

@@ -40,7 +40,8 @@ MICROBATCH, CLASS, WORK, TOKENS, SHORTEST = range(5)
 # something piggybacks on the class).
 DEGREE, WORK_LIMIT, FIRST, COUNT, BASE, LEAVES, BITS = range(7)
 
-compiled = njit(cache=True, error_model="numpy")
+# Python's lock is let go of: the caller's other threads run while a large batch is packed.
+compiled = njit(cache=True, error_model="numpy", nogil=True)
 
 
 class Limits(NamedTuple):

@@ -27,16 +27,19 @@ def kernel(function: Function) -> Function:
 
 
 def entry_point(function: Function) -> Function:
-    """Compile a function that Python calls, and keep the result on disk."""
-    compiled: Function = njit(cache=True, error_model="numpy")(function)
+    """Compile a function that Python calls, and keep the result on disk.
+
+    It lets go of Python's lock, so that the caller's other threads run while it does.
+    """
+    compiled: Function = njit(cache=True, error_model="numpy", nogil=True)(function)
     return compiled
 
 
 def sources_digest() -> str:
-    """A digest of the sources of this package that define kernels."""
+    """A digest of the sources of this package that define kernels, and of how they compile."""
     state = hashlib.blake2b(digest_size=16)
     for path in sorted(Path(__file__).parent.glob("*.py")):
         source = path.read_bytes()
-        if b"\n@kernel\n" in source:
+        if b"\n@kernel\n" in source or path == Path(__file__):
             state.update(source)
     return state.hexdigest()
