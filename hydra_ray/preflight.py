@@ -1,7 +1,7 @@
 """What must hold before a run may start. Nothing is written until all of it holds."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hydra_ray.config import Recipe
@@ -45,17 +45,36 @@ def check_machine(recipe: Recipe, *, num_cpus: float, num_gpus: float) -> None:
     """
     processes = recipe.workers + recipe.elastic.standbys
     claims = (
-        ("CPU core", recipe.cpus_per_worker, num_cpus, "cpus_per_worker"),
-        ("GPU", recipe.gpus_per_worker, num_gpus, "gpus_per_worker"),
+        ("CPU core", recipe.cpus_per_worker, num_cpus, "lower cpus_per_worker: workers can share"),
+        ("GPU", recipe.gpus_per_worker, num_gpus, "set gpus_per_worker=0 to train without"),
     )
-    for resource, each, available, key in claims:
+    for resource, each, available, instead in claims:
         if each * processes > available:
             raise InputError(
                 f"the workers need more {resource}s than there are",
                 value=f"{processes} workers x {each:g} {resource}s = {each * processes:g}",
                 limit=f"{available:g} {resource}s, which is {int(available / each)} workers",
-                remedy=f"Lower workers, or lower {key} so that workers share.",
+                remedy=f"Lower workers, or {instead}.",
             )
+
+
+def check_cluster(recipe: Recipe, resources: Mapping[str, float]) -> None:
+    """Whether the workers and standbys fit a cluster of these resources, by Ray's names.
+
+    Raises:
+        InputError: they do not fit, so that some would wait for a place for ever.
+    """
+    try:
+        check_machine(
+            recipe, num_cpus=resources.get("CPU", 0.0), num_gpus=resources.get("GPU", 0.0)
+        )
+    except InputError as error:
+        raise InputError(
+            error.what,
+            value=error.value,
+            limit=f"{error.limit} on this cluster",
+            remedy=f"{error.remedy} Where nodes are still to come, set elastic.follow_cluster.",
+        ) from error
 
 
 def open_corpus(

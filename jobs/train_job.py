@@ -18,6 +18,7 @@ from hydra_ray.cli.training_display import training_display
 from hydra_ray.config import Recipe
 from hydra_ray.driver.actor import NAMESPACE
 from hydra_ray.launch import start
+from hydra_ray.preflight import check_cluster
 from planner.errors import HydraError
 
 
@@ -42,6 +43,8 @@ def train(run: str, *, resume: bool) -> None:
     ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        if not recipe.elastic.follow_cluster:
+            check_cluster(recipe, ray.cluster_resources())
         live = start(recipe, run, directory, local=False)
         with training_display(recipe.steps, sys.stdout) as show:
             say_json(see_out(live, show))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from hydra_ray.config.cost import attention_shape, cost_model
 from hydra_ray.config.sections import (
@@ -89,7 +89,9 @@ class Recipe(Section):
     cpus_per_worker: NotNegative = Field(
         default=1.0, description="CPU cores a worker claims; below 1, workers share cores."
     )
-    gpus_per_worker: NotNegative = Field(default=0.0, description="GPUs a worker claims: 0 or 1.")
+    gpus_per_worker: NotNegative = Field(
+        default=0.0, description="GPUs a worker claims, whole ones; 0: it trains on CPU cores."
+    )
     data: DataSection
     model: ModelSection
     optimizer: OptimizerSection = OptimizerSection()
@@ -114,6 +116,14 @@ class Recipe(Section):
                 f"workers ({self.workers}) must be within elastic.min..max ({low}..{high})"
             )
         return self
+
+    @field_validator("gpus_per_worker")
+    @classmethod
+    def _gpus_are_whole(cls, gpus: float) -> float:
+        """Two ranks on one GPU cannot meet in a collective of NCCL."""
+        if not gpus.is_integer():
+            raise ValueError(f"must be 0 or a whole number >= 1, got {gpus:g}")
+        return gpus
 
     @model_validator(mode="after")
     def _shards_survive(self) -> Self:

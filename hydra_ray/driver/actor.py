@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from hydra_ray.driver.preparation import Preparation
 from hydra_ray.driver.requests import Requests
 from hydra_ray.driver.settings import Settings, Timeouts
 from hydra_ray.driver.states import RunState
-from hydra_ray.preflight import check_size, smallest_pool
+from hydra_ray.preflight import check_cluster, check_size, smallest_pool
 from hydra_ray.rundir import RunDirectory
 from planner.errors import InputError
 from planner.registry import get_planner
@@ -105,6 +105,7 @@ class Driver:
             self._crew = crew
             watch = CapacityWatch(self._room, self.scale)
             if recipe.elastic.follow_cluster:
+                self._tell_shortage(ray.cluster_resources())
                 watch.start()
             try:
                 return TrainingLoop(
@@ -121,6 +122,13 @@ class Driver:
                 watch.close()
                 crew.close()
                 preparation.close()
+
+    def _tell_shortage(self, resources: Mapping[str, float]) -> None:
+        """Where the cluster is followed, too small a one is no mistake: it may grow yet."""
+        try:
+            check_cluster(self._order.recipe, resources)
+        except InputError as error:
+            self._journal.event("cluster_small", value=error.value, limit=error.limit)
 
     def _room(self) -> int:
         """Workers in whole units that the cluster has room for, within the recipe's bounds."""

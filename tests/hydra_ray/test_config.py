@@ -118,6 +118,8 @@ def test_unknown_keys_are_refused_with_a_suggestion(
         ("steps=-1", ("steps", "got -1", ">= 1")),
         ("workers=0", ("workers", "got 0", ">= 1")),
         ("steps=true", ("steps", "got True")),
+        ("gpus_per_worker=0.5", ("gpus_per_worker", "0 or a whole number >= 1", "got 0.5")),
+        ("gpus_per_worker=1.5", ("gpus_per_worker", "got 1.5")),
         ("steps=1.5", ("steps", "got 1.5")),
         ("dtype=float16", ("dtype", "'float16'", "'bfloat16'")),
         ("cp_comm=rings", ("cp_comm", "'rings'", "[u, r]")),

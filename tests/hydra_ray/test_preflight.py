@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -13,10 +14,12 @@ import yaml
 from tokenizers.models import BPE
 
 from hydra_ray.cli.app import run
+from hydra_ray.cli.submit import RECIPE_VARIABLE
 from hydra_ray.config import Recipe, load_recipe
 from hydra_ray.data.corpus import CorpusInfo, corpus_schema
 from hydra_ray.data.writer import CorpusWriter
 from hydra_ray.preflight import check_machine, check_size, open_corpus, smallest_pool
+from jobs import train_job
 from planner.errors import InfeasibleError, InputError
 
 INFO = CorpusInfo(tokenizer="bytes", tokenizer_digest="", vocab_size=257, context=64)
@@ -155,6 +158,41 @@ def test_workers_and_standbys_must_fit_the_machine(recipe_path: Path) -> None:
         check_machine(recipe, num_cpus=2, num_gpus=0)
     assert error.value.value == "5 workers x 0.5 CPU cores = 2.5"
     assert error.value.limit == "2 CPU cores, which is 4 workers"
+
+
+def test_a_job_of_more_workers_than_the_cluster_holds_is_refused_before_it_starts(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[str] = []
+
+    def start(recipe: Recipe, run: str, directory: object, *, local: bool) -> None:
+        started.append(run)
+        raise InputError("started")
+
+    cluster = SimpleNamespace(
+        init=lambda **_: None, shutdown=lambda: None, cluster_resources=lambda: {"CPU": 1.0}
+    )
+    monkeypatch.setattr(train_job, "ray", cluster)
+    monkeypatch.setattr(train_job, "start", start)
+    monkeypatch.setattr(train_job.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["train_job", "big"])
+
+    def job(*overrides: str) -> str:
+        recipe = recipe_with(recipe_path, "cpus_per_worker=1", *overrides)
+        monkeypatch.setenv(RECIPE_VARIABLE, recipe.model_dump_json())
+        assert train_job.main() == 2
+        return capsys.readouterr().err
+
+    said = job()
+    assert "2 workers x 1 CPU cores = 2" in said
+    assert "1 CPU cores, which is 1 workers on this cluster" in said
+    assert "elastic.follow_cluster" in said
+    assert not started
+    assert "GPUs" in job("cpus_per_worker=0.5", "gpus_per_worker=1")
+    assert not (recipe_path.parent / "runs").exists()
+    job("elastic.follow_cluster=true")
+    job("cpus_per_worker=0.5")
+    assert started == ["big", "big"]
 
 
 def test_absent_corpus_is_prepared_once_from_its_sources(recipe_path: Path) -> None:

@@ -3,13 +3,15 @@
 import json
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hydra_ray.config import load_recipe
 from hydra_ray.data.batches import DataCursor, GlobalBatches
 from hydra_ray.driver import capacity
-from hydra_ray.driver.actor import summary
+from hydra_ray.driver.actor import Driver, Order, summary
 from hydra_ray.driver.capacity import workers_that_fit
 from hydra_ray.driver.checkpoints import Checkpoints, Manifest
 from hydra_ray.driver.errors import CheckpointError
@@ -229,3 +231,14 @@ def test_the_cluster_s_room_is_asked_for_once_a_change(monkeypatch):
     watch.close()
     watch.join(30)
     assert asked == [4, 6, 5]
+
+
+def test_a_followed_cluster_that_is_too_small_is_told_as_an_event(tmp_path):
+    recipe = load_recipe(Path(__file__).parents[3] / "jobs" / "quickstart.yaml")
+    directory = RunDirectory(tmp_path / "run")
+    directory.create("")
+    driver = Driver(Order(run="run", recipe=recipe, directory=directory))
+    driver._tell_shortage({"CPU": 2.0})
+    driver._tell_shortage({"CPU": 1.5})
+    (told,) = [e for e in directory.events() if e["event"] == "cluster_small"]
+    assert told["limit"] == "1.5 CPU cores, which is 3 workers on this cluster"
