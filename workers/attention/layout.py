@@ -20,8 +20,12 @@ from planner.pool import IntArray
 
 Lengths = tuple[int, ...]
 
-# A step has a few hundred microbatches at most, each met again in every layer and in backward.
-CACHED_LAYOUTS = 1024
+# Lengths hardly ever come again in another microbatch: what is worth keeping is a microbatch's
+# layout while it passes the layers, and between forward and recompute for the microbatches that a
+# pipeline has in flight, which is a few a stage. One more than that costs O(S) once a pass. Each
+# holds int64 rows on the device, 16 bytes a token of its Ulysses group, so 8 MiB at 512k tokens:
+# a cache of all microbatches of a step would hold GiBs that the memory model does not know of.
+CACHED_LAYOUTS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,5 +1,8 @@
 """Every token on one rank, causal work even, and after Ulysses a zigzag shard of the ring."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 
 from planner.errors import InputError
 from workers.attention.layout import (
+    CACHED_LAYOUTS,
     CPGroups,
     ring_layout,
     shard_lengths,
@@ -92,6 +96,18 @@ def test_indices_are_shared_and_so_cannot_be_written_to():
     assert zigzag_index((8, 8), 2, 0) is index
     with pytest.raises(ValueError, match="read-only"):
         index[0] = 1
+
+
+def test_only_layouts_of_microbatches_in_flight_are_kept():
+    """Layouts hold device tensors: as many as were ever asked for would fill a GPU."""
+    seen = [ring_layout((2 * size,), 2, torch.device("cpu")) for size in range(1, 100)]
+    alive = weakref.WeakSet(step.query_rows for step in (layout.from_later for layout in seen))
+    assert len(alive) == 99
+    newest = seen[-1]
+    del seen
+    gc.collect()
+    assert len(alive) == CACHED_LAYOUTS
+    assert ring_layout((2 * 99,), 2, torch.device("cpu")) is newest
 
 
 def test_places_in_a_group():
