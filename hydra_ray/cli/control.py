@@ -116,7 +116,8 @@ def drain(
     if as_json:
         say_json({"run": run, "leaving": workers})
     else:
-        say(f"{run}: workers {', '.join(map(str, workers))} will leave")
+        named = f"workers {', '.join(map(str, workers))}" if workers else "no loaded worker"
+        say(f"{run}: {named} will leave")
 
 
 def checkpoint(

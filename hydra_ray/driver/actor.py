@@ -12,7 +12,7 @@ import ray
 from hydra_ray.config import Recipe
 from hydra_ray.data.batches import GlobalBatches
 from hydra_ray.data.index import SequenceIndex
-from hydra_ray.driver.capacity import CapacityWatch, living_nodes, workers_that_fit
+from hydra_ray.driver.capacity import CapacityWatch, is_living_node, living_nodes, workers_that_fit
 from hydra_ray.driver.checkpoints import Checkpoints
 from hydra_ray.driver.crew import RayCrew, WorkerNeeds
 from hydra_ray.driver.decisions import Limits
@@ -178,14 +178,17 @@ class Driver:
         """Ask a worker (by its number) or all workers of a node (by its id) to leave for good.
 
         Returns:
-            The workers that will leave, whole scale units at a time.
+            The loaded workers that will leave, whole scale units at a time. Workers that are
+            starting on the node are ended when they arrive.
 
         Raises:
-            InputError: no loaded worker is meant by `name`.
+            InputError: no loaded worker and no node is meant by `name`.
         """
         crew = self._crew
+        if crew is not None:
+            crew.turn_away(name)
         units = [] if crew is None else crew.units_at(name)
-        if crew is None or not units:
+        if crew is None or not (units or is_living_node(name)):
             raise InputError(
                 "no worker or node of that name",
                 value=name,

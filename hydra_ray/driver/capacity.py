@@ -62,3 +62,8 @@ class CapacityWatch(threading.Thread):
 def living_nodes() -> list[Mapping[str, float]]:
     """The resources of each living node of the connected cluster."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def is_living_node(name: str) -> bool:
+    """Whether the connected cluster has a living node of this id."""
+    return any(node["Alive"] and node["NodeID"] == name for node in ray.nodes())

@@ -78,12 +78,17 @@ class WorkerNeeds:
 
 @dataclass(slots=True)
 class Unit:
-    """One scale unit; `loading` holds the references of its workers' load calls."""
+    """One scale unit.
+
+    `loading` holds the references of its workers' load calls. Where they run is known only once
+    they have loaded: on a node of `unwelcome_at` they are ended then.
+    """
 
     workers: list[Worker]
     loading: list[Any]
     group: PlacementGroup | None
     started: float
+    unwelcome_at: frozenset[str] = frozenset()
 
 
 class RayCrew:
@@ -147,8 +152,14 @@ class RayCrew:
             for w in held.workers
         ]
         with self._lock:  # re-entered last, so that `ready` tells the order of arrival
-            del self._units[unit]
-            self._units[unit] = Unit(workers, [], held.group, held.started)
+            welcome = held.unwelcome_at.isdisjoint(w.node_id for w in workers)
+            if welcome:
+                del self._units[unit]
+                self._units[unit] = Unit(workers, [], held.group, held.started)
+        if not welcome:
+            log.info("unit %d had been starting on a node that is drained", unit)
+            self.discard([unit])
+            return
         log.info("unit %d is ready after %.1f s", unit, time.monotonic() - held.started)
 
     def ready(self) -> tuple[int, ...]:
@@ -172,6 +183,13 @@ class RayCrew:
             for unit, held in units
             if any(name in {str(worker.worker_id), worker.node_id} for worker in held.workers)
         ]
+
+    def turn_away(self, node_id: str) -> None:
+        """End units that are starting now once they arrive on this node; safe from any thread."""
+        with self._lock:
+            for unit in self._units.values():
+                if unit.loading:
+                    unit.unwelcome_at |= {node_id}
 
     def loaded_workers(self) -> dict[int, Worker]:
         """Every loaded worker by id; safe from any thread."""
