@@ -24,7 +24,7 @@ class DigestMismatchError(WorkerError):
 
 
 class StepFailedError(WorkerError):
-    """A step broke off, most often because a peer was lost; nothing was applied here."""
+    """A step broke off, most often because a peer was lost; it was not applied here as a whole."""
 
 
 class StateError(WorkerError):

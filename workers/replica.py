@@ -6,7 +6,7 @@ and back. What it may be told, and what outlives it, is the runtime's business.
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,12 +77,25 @@ class Replica:
         optimizer = PoolOptimizer(modules, parameters, training)
         return cls(registry, training, modules, parameters, optimizer)
 
-    def train(self, command: StepCommand, payload: StepPayload, rank: int) -> StepResult:
+    def train(
+        self,
+        command: StepCommand,
+        payload: StepPayload,
+        rank: int,
+        before_apply: Callable[[], None],
+    ) -> StepResult:
         """Train one step, on all processes or on none.
+
+        Args:
+            command: which step.
+            payload: its batch and plan.
+            rank: this process's, for the result.
+            before_apply: called before weights change; what is raised later leaves them between
+                two steps.
 
         Raises:
             StateError: the pool's count of tokens is not the batch's; nothing was applied.
-            RuntimeError: a collective broke off; nothing was applied here.
+            RuntimeError: a collective or the optimizer broke off.
         """
         start_s = time.perf_counter()
         batches = local_batches(
@@ -96,6 +109,7 @@ class Replica:
         _check_count(verdict.token_count, labelled_tokens(payload))
         lr = learning_rate(command.step, self.training)
         if verdict.is_finite:
+            before_apply()
             with clock.phase("update weights"):
                 self.optimizer.apply(lr, grad_norm)
         return StepResult(

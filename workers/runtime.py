@@ -175,13 +175,14 @@ class WorkerRuntime:
         Raises:
             NotJoinedError, GenerationError, StaleCommandError, DigestMismatchError: the command
                 is not for this worker now; raised before the first collective.
-            StepFailedError: the step broke off before this worker applied it.
+            StepFailedError: the step broke off: this worker has the state before it, or none if
+                the optimizer had begun to change the weights.
         """
         replica, membership = self._here()
         self._check_command(command, membership)
         _check_payload(command, payload, membership)
         try:
-            result = replica.train(command, payload, membership.rank)
+            result = replica.train(command, payload, membership.rank, self._forget_state)
         except RuntimeError as error:
             text = "".join(traceback.format_exception(error)[-3:])
             # The frames of the traceback refer to process groups, and a dead group that is
@@ -254,6 +255,10 @@ class WorkerRuntime:
         replica, _ = self._here()
         replica.adopt(state)
         self._state = TrainState(step=state.step, tensors={})
+
+    def _forget_state(self) -> None:
+        """From here to the end of the step the weights are of no step: a peer's must be taken."""
+        self._state = NO_STATE
 
     def _captured(self) -> TrainState:
         """The live state, or what a place that needs other parts made this process keep."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from planner.pool import PoolShape
@@ -171,6 +172,30 @@ def test_survivors_are_freed_and_redo_the_step(victim: int):
         assert held == 1
         assert freed_s < 10  # the collectives' own timeout is 30 s
         assert weights == answers[0][2]
+
+
+def break_off(rank: int, world_size: int, port: int, where: str) -> tuple[int, int]:
+    """Step 2 runs out of memory while it takes the gradients' norm, or changes weights."""
+    runtime = WorkerRuntime(GQA, TRAINING)
+    runtime.load()
+    join(runtime, rank, world_size, port, 1)
+    train(runtime, range(1, 2), world_size, generation=1)
+    replica = runtime._here()[0]
+
+    def run_out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    setattr(replica.optimizer, where, run_out_of_memory)
+    payload = payload_at(2, world_size)
+    with pytest.raises(StepFailedError, match="out of memory"):
+        runtime.run_step(command_of(payload.plan, 2), payload)
+    runtime.leave()
+    return join(runtime, rank, world_size, port, 2), int(str(runtime.fingerprint()["step"]))
+
+
+@pytest.mark.parametrize(("where", "held"), [("prepare", 1), ("apply", 0)])
+def test_weights_between_two_steps_are_no_state(where: str, held: int):
+    assert run_pool(1, break_off, where) == [(held, held)]
 
 
 def test_a_worker_joins_one_generation_at_a_time():
