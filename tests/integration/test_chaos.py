@@ -1,6 +1,7 @@
 """Long runs under random kills, freezes and scales: the same training, and nothing leaks."""
 
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,15 +9,23 @@ import numpy as np
 import psutil
 import pytest
 import ray
+import torch
 
-from tests.integration.conftest import running
+from hydra_ray.driver.checkpoints import Checkpoints
+from tests.integration.conftest import Run, running
 from tests.integration.test_elastic import (
     LOSS_TOLERANCE,
+    STEPS,
+    assert_as_if_nothing_happened,
     at_steps,
     scale,
     signal_worker,
 )
+from workers import checkpoint
+from workers.shard_files import shard_reader
 
+WEIGHT_TOLERANCE = 1e-3  # of a weight's own norm
+WORKERS_END_S = 60.0  # they end by themselves in seconds; the rest is for a machine under load
 GAP = 4  # steps between two acts: one is over before the next, and a loss comes once a step
 
 
@@ -39,6 +48,62 @@ def footprint(run: Any) -> tuple[int, int]:
     """Threads and open files of the driver."""
     driver = psutil.Process(ray.get(run.driver.status.remote(), timeout=60)["driver_pid"])
     return driver.num_threads(), driver.num_fds()
+
+
+def final_weights(run: Run) -> dict[str, torch.Tensor]:
+    """The weights of the checkpoint that a run writes at its end, by name."""
+    checkpoints = Checkpoints(run.directory.checkpoints)
+    step = checkpoints.steps()[-1]
+    assert step == STEPS
+    folder = checkpoints.folder(step)
+    names = sorted({shard.path.split("/")[0] for shard in checkpoints.read(step).shards})
+    wanted = {}
+    for name in names:
+        stored = shard_reader(f"{folder}/{name}").read_metadata().state_dict_metadata
+        weights = {key: entry for key, entry in stored.items() if key.startswith("weight/")}
+        wanted |= {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in weights.items()}
+    return dict(checkpoint.read(folder, names, wanted).tensors)
+
+
+def living_workers() -> list[int]:
+    """Worker processes of the tests' own Ray, frozen ones too."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            title = " ".join(process.cmdline())
+        except psutil.Error:  # it ended meanwhile
+            continue
+        if title.startswith("ray::HydraWorker"):
+            found.append(process.pid)
+    return found
+
+
+def assert_no_worker_is_left() -> None:
+    deadline = time.monotonic() + WORKERS_END_S
+    while left := living_workers():
+        assert time.monotonic() < deadline, f"worker processes live on: {left}"
+        time.sleep(0.2)
+
+
+@pytest.mark.timeout(300)
+def test_a_short_storm_leaves_the_same_weights_and_no_process(cluster, recipe_of, uninterrupted):
+    """The two slow tests in little: three kills, a freeze and three scales, from a fixed seed."""
+    elastic = {"standbys": 1, "heartbeat_s": 1.0, "grow_timeout_s": 300.0, "max_failures": 50}
+    seen: list[int] = []
+    with running(recipe_of(steps=STEPS, workers=3, elastic=elastic), "short-storm") as run:
+        acts = random_acts(run, np.random.default_rng(3), ["kill"] * 3 + ["freeze"] + ["scale"] * 3)
+        acts[1] = lambda: seen.extend(living_workers())
+        run.finish(at_steps(run, acts))
+    assert len(seen) >= 3
+    assert_as_if_nothing_happened(run, uninterrupted)
+    causes = [event["cause"] for event in run.events("generation")]
+    assert causes.count("failure") >= 3
+    expected, weights = final_weights(uninterrupted), final_weights(run)
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        apart = torch.linalg.vector_norm(weights[name] - weight)
+        assert apart <= WEIGHT_TOLERANCE * torch.linalg.vector_norm(weight), name
+    assert_no_worker_is_left()
 
 
 @pytest.mark.slow
