@@ -36,7 +36,7 @@ class StubRuntime:
     def abort(self) -> None:
         """Nothing to free."""
 
-    def sync_state(self, source_rank: int) -> int:
+    def sync_state(self) -> int:
         """Nothing to copy."""
         return self._applied
 

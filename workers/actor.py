@@ -39,8 +39,8 @@ class Runtime(Protocol):
     def abort(self) -> None:
         """Unblock a stuck collective, from another thread."""
 
-    def sync_state(self, source_rank: int) -> int:
-        """Collective: take the state of `source_rank`; returns its applied step."""
+    def sync_state(self) -> int:
+        """Collective: take the furthest whole state; returns its step, 0 if there is none."""
 
     def run_step(self, command: StepCommand, payload: StepPayload) -> StepResult:
         """Train one step."""
@@ -126,10 +126,10 @@ class HydraWorker:
         self._runtime.leave()
         self._note("idle")
 
-    def sync_state(self, source_rank: int) -> int:
-        """Take the state of `source_rank`; returns its applied step."""
+    def sync_state(self) -> int:
+        """Take the furthest whole state of the generation; returns its step, 0 without one."""
         self._note("sync_state")
-        return self._done(self._runtime.sync_state(source_rank))
+        return self._done(self._runtime.sync_state())
 
     def run_step(self, command: StepCommand, payload: list[Any]) -> StepResult:
         """Train one step. `payload` is the object reference in a list, so that it comes by view."""

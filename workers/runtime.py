@@ -155,19 +155,20 @@ class WorkerRuntime:
         elif self._connections is not None:
             self._connections.shut_down()
 
-    def sync_state(self, source_rank: int) -> int:
-        """Take the state of the step that `source_rank` has. A collective.
+    def sync_state(self) -> int:
+        """Take the furthest state that the workers hold whole between them. A collective.
 
         Returns:
-            The step every worker now has.
-
-        Raises:
-            StateError: no worker holds a part of that state.
+            The step every worker now has; 0 if they hold none whole. Then all have forgotten
+            theirs, and leave and join again before they train: with seeded weights, at step 0.
         """
         replica, _ = self._here()
-        wanted = replica.needed()
-        self._adopt(furthest_state(self._captured(), wanted, source_rank, replica.device))
-        return self._state.step
+        state = furthest_state(self._captured(), replica.needed(), replica.device)
+        if state.step == 0:
+            self._state = NO_STATE
+        else:
+            self._adopt(state)
+        return state.step
 
     def run_step(self, command: StepCommand, payload: StepPayload) -> StepResult:
         """Train one step, on all workers of the generation or on none.

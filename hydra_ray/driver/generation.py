@@ -17,6 +17,13 @@ class WorkersLostError(Exception):
         self.lost = dict(lost)
 
 
+class StateLostError(Exception):
+    """The workers hold no applied step whole; a signal inside the driver, never shown to a user.
+
+    All have forgotten their parts: in the next generation they hold nothing.
+    """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
     """Where workers meet, and how patient they are.
@@ -88,11 +95,12 @@ def form(
 ) -> Generation:
     """Join all workers of `units` into generation `number`, in step with one another.
 
-    The furthest step any of them applied is the truth: whoever is behind (a survivor that a
-    failure stopped before its optimizer, or a newcomer) copies the state of a worker that has it.
+    The furthest step that they hold whole is the truth: whoever is behind (a survivor that a
+    failure stopped before its optimizer, or a newcomer) copies the state of workers that have it.
 
     Raises:
         WorkersLostError: a worker was lost on the way; nothing of the generation stands.
+        StateLostError: steps were applied, and none is whole; nothing of the generation stands.
     """
     workers = rank_order([crew.workers_of(unit) for unit in units], shape)
     places = memberships(workers, number, pool.num_ranks, rendezvous)
@@ -101,9 +109,10 @@ def form(
         raise WorkersLostError(joined.lost)
     applied = max(joined.results.values())
     if min(joined.results.values()) < applied:
-        source = next(w for w in workers if joined.results[w] == applied)
-        rank = places[source].rank
-        synced = crew.call(workers, "sync_state", lambda _: (rank,), timeout_s=timeout_s)
+        synced = crew.call(workers, "sync_state", lambda _: (), timeout_s=timeout_s)
         if not synced.complete:
             raise WorkersLostError(synced.lost)
+        applied = min(synced.results.values())
+        if applied == 0:
+            raise StateLostError
     return Generation(number=number, units=units, workers=workers, pool=pool, applied=applied)

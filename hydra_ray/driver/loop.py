@@ -25,7 +25,14 @@ from hydra_ray.driver.decisions import (
     wanted_units,
 )
 from hydra_ray.driver.errors import CheckpointError
-from hydra_ray.driver.generation import Generation, Rendezvous, WorkersLostError, dissolve, form
+from hydra_ray.driver.generation import (
+    Generation,
+    Rendezvous,
+    StateLostError,
+    WorkersLostError,
+    dissolve,
+    form,
+)
 from hydra_ray.driver.growth import Growth
 from hydra_ray.driver.journal import Journal
 from hydra_ray.driver.preparation import Preparation, PreparedStep, StepKey
@@ -128,6 +135,8 @@ class TrainingLoop:
                             raise error
                 except WorkersLostError as error:
                     self._lose(error.lost)
+                except StateLostError:  # the next generation restores the newest checkpoint
+                    self._journal.event("state_lost", step=self._applied)
 
     def _has_settled(self) -> bool:
         """Wait for the checkpoint in writing; False if it came to nothing, to look again."""

@@ -67,7 +67,7 @@ def resized(rank: int, world_size: int, port: int) -> tuple[list[int], list[Part
         train(runtime, range(3, 5), 3, generation=2)
         runtime.leave()
     held.append(join(runtime, rank, 4, port, 3))
-    held.append(runtime.sync_state(source_rank=0))
+    held.append(runtime.sync_state())
     train(runtime, range(5, 7), 4, generation=3)
     weights = parameter_parts(runtime)
     runtime.leave()
@@ -95,7 +95,7 @@ def newcomer(rank: int, world_size: int, port: int) -> tuple[int, int, dict[str,
         train(runtime, range(1, 3), 1, generation=1)
         runtime.leave()
     held = join(runtime, rank, 2, port, 2)
-    synced = runtime.sync_state(source_rank=0)
+    synced = runtime.sync_state()
     train(runtime, range(3, 4), 2, generation=2)
     return held, synced, runtime.fingerprint()
 

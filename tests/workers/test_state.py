@@ -23,6 +23,7 @@ from workers.errors import CheckpointMismatchError
 from workers.groups import place_of
 from workers.protocol import ModelSpec, TrainingSpec
 from workers.runtime import WorkerRuntime
+from workers.state import TrainState
 
 Tensors = dict[str, np.ndarray]
 
@@ -123,7 +124,7 @@ def swap_experts(rank: int, world_size: int, port: int) -> tuple[Tensors, Any]:
     held = runtime.join(
         membership_of(rank - 1, 2, port, training, generation=2), pool_shape(2, 128, training)
     )
-    synced = runtime.sync_state(source_rank=1)
+    synced = runtime.sync_state()
     return before, (held, synced, tensors_of(runtime))
 
 
@@ -133,6 +134,39 @@ def test_workers_in_new_places_fetch_what_they_need_from_one_another():
     moved = [after for _, after in results if after is not None]
     assert [(held, synced) for held, synced, _ in moved] == [(0, 1)] * 2
     assert_same(union([t for _, _, t in moved]), union([before for before, _ in results]))
+
+
+def torn_apart(
+    rank: int, world_size: int, port: int, ahead: frozenset[int]
+) -> tuple[int, int, int, Tensors]:
+    """Two units of two tensor ranks after step 1; some ranks got through step 2 before a death."""
+    training = replace(TRAINING, tensor=2)
+    runtime = joined(rank, world_size, port, GQA, training)
+    payload = payload_of(plan_with("hydra", [50, 7, 90, 33], pool_shape(2, 128, training)))
+    assert runtime.run_step(command_of(payload.plan), payload).applied
+    before = tensors_of(runtime)
+    runtime.leave()
+    if rank in ahead:
+        later = {key: tensor + 1 for key, tensor in runtime._state.tensors.items()}
+        runtime._state = TrainState(step=2, tensors=later)
+    again = [membership_of(rank, 4, port, training, generation=number) for number in (2, 3)]
+    held = runtime.join(again[0], pool_shape(2, 128, training))
+    synced = runtime.sync_state()
+    changes = {key: tensor - before[key] for key, tensor in tensors_of(runtime).items()}
+    runtime.leave()
+    return held, synced, runtime.join(again[1], pool_shape(2, 128, training)), changes
+
+
+@pytest.mark.parametrize(("ahead", "step"), [({0, 3}, 2), ({0}, 1), ({0, 2}, 0)])
+def test_the_furthest_whole_state_wins_and_without_one_all_start_anew(ahead: set[int], step: int):
+    results = run_pool(4, torn_apart, frozenset(ahead))
+
+    assert [held for held, _, _, _ in results] == [2 if r in ahead else 1 for r in range(4)]
+    assert [synced for _, synced, _, _ in results] == [step] * 4
+    assert [held for _, _, held, _ in results] == [step] * 4
+    for _, _, _, changes in results if step else ():
+        for key, change in changes.items():
+            np.testing.assert_allclose(change, step - 1, atol=1e-6, err_msg=key)
 
 
 def save_after_one_step(

@@ -152,8 +152,8 @@ class FakeCrew:
         self.members = workers
         return self.workers[worker].applied
 
-    def _sync_state(self, worker: int, workers: Sequence[int], source_rank: int) -> int:
-        source = self.workers[workers[source_rank]]
+    def _sync_state(self, worker: int, workers: Sequence[int]) -> int:
+        source = max((self.workers[w] for w in workers), key=lambda held: held.applied)
         self.workers[worker].applied = source.applied
         self.workers[worker].history = list(source.history)
         return source.applied

@@ -62,6 +62,29 @@ def test_survivors_take_the_furthest_applied_step(bench, undisturbed, applied_by
     assert [c.step for c in crew.commands].count(6) == 1
 
 
+@pytest.mark.parametrize("save_every", [4, 0])
+def test_a_state_that_no_workers_hold_whole_is_read_from_the_newest_checkpoint(
+    bench, undisturbed, save_every
+):
+    """Units of several workers: a death amid the agreement left only parts of steps 5 and 6."""
+    crew = FakeCrew([Fault(3, "run_step", 6, "before", applied_by=1)])
+    real_sync = crew._sync_state
+
+    def sync_nothing_whole(worker, workers):
+        crew.workers[worker].applied, crew.workers[worker].history = 0, []
+        if worker == workers[-1]:
+            crew._sync_state = real_sync
+        return 0
+
+    crew._sync_state = sync_nothing_whole
+    assert bench.loop(crew, save_every=save_every).run() is RunState.FINISHED
+    assert bench.ids() == undisturbed
+    assert_history_is(crew, undisturbed)
+    assert [event["step"] for event in bench.events("state_lost")] == [6]
+    assert [event["step"] for event in bench.events("restored")] == [save_every]
+    assert len(bench.events("worker_lost")) == 1
+
+
 def test_a_step_whose_every_report_was_lost_is_not_redone(bench, undisturbed):
     crew = FakeCrew()
     real_call = crew.call
