@@ -1,8 +1,8 @@
 """`python -m benchmarks.elastic [--json] [--out FILE]`: what changes of the workers cost.
 
 Run from the checkout, on an idle machine; under 12 minutes on 2 cores. One object a line with
---json: {"figure", "value", "unit", "values"}; a value is the median of its values. Every figure
-comes from the run's own records: steps.jsonl and events.jsonl.
+--json: {"figure", "value", "unit", "values"}; a value is the median of its values. Our figures
+come from the run's own records: steps.jsonl and events.jsonl; see elastic_rival.py for Ray Train's.
 """
 
 import argparse
@@ -22,6 +22,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
 
+from benchmarks.elastic_rival import rival_rows
 from benchmarks.elastic_run import ElasticRun, elastic_run, write_corpus
 from benchmarks.machine import machine
 from benchmarks.stub_runtime import stub_runtime
@@ -70,6 +71,7 @@ def rows(folder: Path, repeats: int) -> Iterator[Row]:
             yield figure(f"driver_overhead_{num_workers}_stubs_s", overheads(run)[10:])
     finally:
         ray.shutdown()
+    yield from rival_rows(folder)
 
 
 def change_rows(run: ElasticRun, repeats: int) -> Iterator[Row]:
@@ -145,7 +147,8 @@ def figure(name: str, values: Sequence[float]) -> Row:
 def _text(row: Row) -> str:
     if row["value"] is None:
         return "  ".join(f"{name}={value}" for name, value in row.items() if value is not None)
-    return f"{row['figure']:<32} {row['value']:9.4f} {row['unit']}  (p99 {row['p99']:.4f})"
+    p99 = f"  (p99 {row['p99']:.4f})" if "p99" in row else ""
+    return f"{row['figure']:<32} {row['value']:9.4f} {row['unit']}{p99}"
 
 
 if __name__ == "__main__":

@@ -88,6 +88,7 @@ def elastic_run(
     name: str,
     *,
     num_workers: int,
+    cpus_per_worker: float = 0.1,
     make_runtime: RuntimeFactory = megatron_runtime,
     **elastic: Any,
 ) -> Iterator[ElasticRun]:
@@ -100,7 +101,7 @@ def elastic_run(
             "token_budget": 512,
             "global_batch_tokens": 2048,
             "workers": num_workers,
-            "cpus_per_worker": 0.1,
+            "cpus_per_worker": cpus_per_worker,
             "data": {"corpus": str(folder / "corpus.parquet")},
             "model": TINY,
             "elastic": {"max_failures": 1000, "heartbeat_s": 1.0, "grow_timeout_s": ANSWER_S}
