@@ -91,13 +91,16 @@ def test_a_short_storm_leaves_the_same_weights_and_no_process(cluster, recipe_of
     elastic = {"standbys": 1, "heartbeat_s": 1.0, "grow_timeout_s": 300.0, "max_failures": 50}
     seen: list[int] = []
     with running(recipe_of(steps=STEPS, workers=3, elastic=elastic), "short-storm") as run:
-        acts = random_acts(run, np.random.default_rng(3), ["kill"] * 3 + ["freeze"] + ["scale"] * 3)
+        acts = random_acts(
+            run, np.random.default_rng(28), ["kill"] * 3 + ["freeze"] + ["scale"] * 3
+        )
         acts[1] = lambda: seen.extend(living_workers())
         run.finish(at_steps(run, acts))
     assert len(seen) >= 3
     assert_as_if_nothing_happened(run, uninterrupted)
     causes = [event["cause"] for event in run.events("generation")]
     assert causes.count("failure") >= 3
+    assert "shrink" in causes
     expected, weights = final_weights(uninterrupted), final_weights(run)
     assert weights.keys() == expected.keys()
     for name, weight in expected.items():
