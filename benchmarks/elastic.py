@@ -82,7 +82,7 @@ def change_rows(run: ElasticRun, repeats: int) -> Iterator[Row]:
     yield figure("step_s", [step["wall_s"] for step in undisturbed])
     yield figure("driver_overhead_s", overheads(run)[5:])
     yield figure("kill_to_redone_step_s", [kill(run, i % 4) - normal_s for i in range(repeats)])
-    pauses: dict[str, list[float]] = {"shrink": [], "grow": []}
+    changes: dict[str, list[Row]] = {"shrink": [], "grow": []}
     acknowledgements = []
     for _ in range(repeats):
         for cause, num_workers in (("shrink", 3), ("grow", 4)):
@@ -91,9 +91,13 @@ def change_rows(run: ElasticRun, repeats: int) -> Iterator[Row]:
             started = time.perf_counter()
             run.ask("scale", num_workers)
             acknowledgements.append(time.perf_counter() - started)
-            pauses[cause].append(generation_of(run, cause)["pause_s"])
-    yield figure("shrink_pause_s", pauses["shrink"])
-    yield figure("grow_warm_pause_s", pauses["grow"])
+            changes[cause].append(generation_of(run, cause))
+    run.steps(1)
+    steps = run.directory.steps()
+    for name, cause in (("shrink", "shrink"), ("grow_warm", "grow")):
+        yield figure(f"{name}_pause_s", [change["pause_s"] for change in changes[cause]])
+        gaps = [gap_before(steps, change["generation"]) - normal_s for change in changes[cause]]
+        yield figure(f"{name}_to_first_step_s", gaps)
     yield figure("scale_ack_s", acknowledgements)
     yield figure("status_s", [timed_status(run) for _ in range(200)])
 
@@ -114,6 +118,15 @@ def generation_of(run: ElasticRun, cause: str) -> Row:
         lambda kind, record: (
             kind == "event" and record["event"] == "generation" and record["cause"] == cause
         )
+    )
+
+
+def gap_before(steps: Sequence[Row], generation: int) -> float:
+    """Seconds from the last step before a generation to the first that it completed."""
+    return next(
+        float(after["time"] - before["time"])
+        for before, after in pairwise(steps)
+        if before["generation"] < generation <= after["generation"]
     )
 
 
