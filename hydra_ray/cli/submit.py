@@ -38,6 +38,7 @@ def submit(
     as_json: JsonFlag = False,
 ) -> None:
     """Submit a recipe to a Ray cluster; storage and corpus must be where every node finds them."""
+    from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     from hydra_ray.config import load_recipe
@@ -52,7 +53,7 @@ def submit(
             runtime_env=runtime_env(recipe),
             metadata={"job_name": f"hydra-{run}"},
         )
-    except (ConnectionError, RuntimeError) as error:
+    except (AuthenticationError, ConnectionError, RuntimeError) as error:
         raise SubmitError(
             "the cluster did not take the job",
             value=where,

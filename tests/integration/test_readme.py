@@ -4,11 +4,14 @@ Only sizes are turned down (appended settings), and the cluster and the shared f
 addresses they have here.
 """
 
+import json
 import os
 import shlex
-import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +26,12 @@ SMALL = [
     "cpus_per_worker=0.25",
 ]
 STEPS = {"steps=100": "steps=2", "steps=200": "steps=3"}
-HEAD = """
-import ray, sys
-context = ray.init(address="local", include_dashboard=True, dashboard_port=0, num_cpus=4,
-                   log_to_driver=False, object_store_memory=200 << 20, _temp_dir=sys.argv[1])
-print("http://" + context.address_info["webui_url"], flush=True)
-sys.stdin.read()
-"""
+# As on a cluster without authentication; both sides must agree on it.
+PLAIN_RAY = {
+    "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+}
 
 
 def shell_commands(page: Path) -> list[str]:
@@ -72,11 +74,7 @@ class Shell:
 
     def __init__(self, folder: Path, ray_folder: str) -> None:
         self.folder = folder
-        self.environment = os.environ | {
-            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-            "RAY_TMPDIR": ray_folder,
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }
+        self.environment = os.environ | PLAIN_RAY | {"RAY_TMPDIR": ray_folder}
 
     def run(self, command: str, replace: dict[str, str] | None = None) -> str:
         words = [STEPS.get(word, word) for word in shlex.split(command)]
@@ -84,6 +82,8 @@ class Shell:
             words = [word.replace(old, new) for word in words]
         if words[1] in ("train", "submit"):
             words += SMALL
+        if words[1] == "submit":
+            words.append("steps=100000")  # until it is stopped
         done = subprocess.run(
             words,
             cwd=self.folder,
@@ -117,22 +117,55 @@ def test_commands_on_this_machine(shell: Shell) -> None:
     assert len(steps) == 3  # two, and one more after --resume
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.fixture
-def head(ray_folder: str) -> Iterator[str]:
-    """The dashboard of a cluster started for this test; ended with the process that holds it."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HEAD, ray_folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    url = next(line for line in process.stdout if line.startswith("http://")).strip()
+def head(ray_folder: str, tmp_path: Path) -> Iterator[str]:
+    """The dashboard of a cluster started for this test; ended with the processes it began."""
+    port = free_port()
+    options = {
+        "--port": free_port(),
+        "--ray-client-server-port": free_port(),
+        "--dashboard-port": port,
+        "--dashboard-agent-listen-port": free_port(),
+        "--num-cpus": 4,
+        "--object-store-memory": 200 << 20,
+        "--temp-dir": f"{ray_folder}/head",
+    }
+    log = tmp_path / "head.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [str(BIN / "ray"), "start", "--head", "--block"]
+            + [f"{name}={value}" for name, value in options.items()],
+            stdout=out,
+            stderr=out,
+            env=os.environ | PLAIN_RAY,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    wait_for_agent(url, process, log)
     yield url
-    process.send_signal(signal.SIGINT)
+    process.terminate()
     process.wait(timeout=60)
+
+
+def wait_for_agent(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Jobs are taken by an agent that comes up some seconds after the head."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/nodes?view=summary", timeout=10) as response:  # noqa: S310 - http
+                nodes = json.load(response)["data"]["summary"]
+        except OSError:
+            nodes = []
+        if nodes and all(node.get("agent") for node in nodes):
+            return
+        time.sleep(0.5)
+    pytest.fail(log.read_text())
 
 
 @pytest.mark.timeout(600)
@@ -141,6 +174,17 @@ def test_commands_on_a_cluster(shell: Shell, head: str, tmp_path: Path) -> None:
         shell.run(next(c for c in HERE if "prepare" in c))
     (tmp_path / "corpus.parquet").write_bytes((shell.folder / "corpus.parquet").read_bytes())
     replace = {"/mnt": str(tmp_path), "http://head:8265": head}
-    outputs = [shell.run(command, replace) for command in CLUSTER]
+    submit, *others = CLUSTER
+    shell.run(submit, replace)
+    wait_for_steps(tmp_path / "runs" / "big" / "steps.jsonl")
+    outputs = [shell.run(command, replace) for command in others]
     assert "grow" in outputs[-2]
     assert "stopped" in outputs[-1]
+
+
+def wait_for_steps(steps: Path) -> None:
+    """A job takes a while to start; nobody scales it before it trains."""
+    deadline = time.monotonic() + 200
+    while not (steps.exists() and steps.read_text()):
+        assert time.monotonic() < deadline, "the job did not train"
+        time.sleep(0.5)
