@@ -2,10 +2,12 @@
 
 import hashlib
 import signal
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Literal
@@ -83,7 +85,8 @@ def _tokenise_in_processes(
     under_way: deque[Future[Tokenised]] = deque()
     try:
         for chunk in chunks:
-            under_way.append(pool.submit(_tokenise_here, chunk))
+            with _interrupt_held():
+                under_way.append(pool.submit(_tokenise_here, chunk))
             if len(under_way) >= 2 * processes:
                 yield under_way.popleft().result(CHUNK_TIMEOUT_S)
         while under_way:
@@ -96,6 +99,25 @@ def _tokenise_in_processes(
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """Ctrl-C waits until the block is done; only the main thread ever gets one.
+
+    An executor that is interrupted while it starts its processes can no longer be shut down.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ class RunMetrics:
 
     def __init__(self, run: str) -> None:
         self._tags = {"run": run}
+        self._num_workers = 0
         keys = ("run",)
         self._gauges = {
             field: Gauge(name, text, tag_keys=keys) for field, (name, text) in GAUGES.items()
@@ -64,12 +65,14 @@ class RunMetrics:
         for field, gauge in self._gauges.items():
             if record[field] is not None:
                 gauge.set(float(record[field]), tags=self._tags)
+        # Every step, as it is a fact that lasts: Ray drops a gauge that is not set again.
+        self._workers.set(float(self._num_workers), tags=self._tags)
         self._tokens.inc(float(record["tokens"]), tags=self._tags)
         self._step_s.observe(float(record["wall_s"]), tags=self._tags)
         self._plan_s.observe(float(record["plan_s"]), tags=self._tags)
 
     def _observe_generation(self, record: Mapping[str, Any]) -> None:
         tags = self._tags | {"cause": str(record["cause"])}
-        self._workers.set(float(len(record["workers"])), tags=self._tags)
+        self._num_workers = len(record["workers"])
         self._changes.inc(1.0, tags=tags)
         self._pause_s.observe(float(record["pause_s"]), tags=tags)

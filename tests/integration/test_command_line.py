@@ -22,6 +22,13 @@ from hydra_ray.rundir import RunDirectory
 from tests.integration.conftest import settings
 
 MARK = "HYDRA_RAY_TEST_MARK"
+# Tests may run in the background, where shells have SIGINT ignored, and children inherit that.
+AT_A_TERMINAL = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from hydra_ray.cli.app import main
+main()
+"""
 LEAVE_S = 20  # Ray's agents end by themselves seconds after the process that started them
 
 
@@ -117,7 +124,7 @@ class Session:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-c", "from hydra_ray.cli.app import main; main()", *arguments],
+            [sys.executable, "-c", AT_A_TERMINAL, *arguments],
             env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -18,6 +18,13 @@ from workers.facts import machine_facts
 
 COMMAND = [str(Path(sys.executable).with_name("hydra-ray"))]
 HEAVY = ("ray", "torch", "pyarrow", "numba", "pandas", "megatron", "plotly")
+# Tests may run in the background, where shells have SIGINT ignored, and children inherit that.
+AT_A_TERMINAL = [
+    sys.executable,
+    "-c",
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from hydra_ray.cli.app import main; main()",
+]
 
 
 def spoken(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
@@ -155,7 +162,7 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
 
 def test_ctrl_c_exits_with_130_and_leaves_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "prepare", "python-stdlib", "--out", "out.parquet", "--processes", "2"],
+        [*AT_A_TERMINAL, "prepare", "python-stdlib", "--out", "out.parquet", "--processes", "2"],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
