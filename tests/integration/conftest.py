@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -153,8 +154,23 @@ class Run:
     def ids(self) -> list[list[int]]:
         return [step["sequence_ids"] for step in self.steps()]
 
+    def status(self) -> dict[str, Any]:
+        return dict(ray.get(self.driver.status.remote(), timeout=60))
+
+    def causes(self) -> list[str]:
+        """Why each generation was formed that a step went out to."""
+        return [event["cause"] for event in self.events("generation")]
+
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.directory.events() if event["event"] == name]
+
+
+def until(is_so: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    """Wait for something that is to come; a run that never gets there fails the test."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "what the test waits for did not come"
+        time.sleep(0.05)
 
 
 @contextmanager
