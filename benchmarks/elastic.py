@@ -29,6 +29,7 @@ from benchmarks.stub_runtime import stub_runtime
 
 Row = dict[str, Any]
 STUB_POOLS = (4, 16, 64)
+LONG_PLAN_TOKENS, ASKED_WHILE_PLANNING = 4_500_000, 400
 
 
 def main() -> None:
@@ -69,6 +70,7 @@ def rows(folder: Path, repeats: int) -> Iterator[Row]:
             ) as run:
                 run.steps(50)
             yield figure(f"driver_overhead_{num_workers}_stubs_s", overheads(run)[10:])
+        yield from planning_rows(folder)
     finally:
         ray.shutdown()
     yield from rival_rows(folder)
@@ -100,6 +102,34 @@ def change_rows(run: ElasticRun, repeats: int) -> Iterator[Row]:
         yield figure(f"{name}_to_first_step_s", gaps)
     yield figure("scale_ack_s", acknowledgements)
     yield figure("status_s", [timed_status(run) for _ in range(200)])
+
+
+def planning_rows(folder: Path) -> Iterator[Row]:
+    """Answers while plans of seconds are made one after the other.
+
+    The slowest planner there is, in pure Python, with tens of thousands of sequences: nothing
+    else takes that long, and nothing holds the interpreter more. The workers compute nothing.
+    """
+    with elastic_run(
+        folder,
+        "planning",
+        num_workers=4,
+        planner="mcore-v2",
+        batch_tokens=LONG_PLAN_TOKENS,
+        make_runtime=stub_runtime,
+    ) as run:
+        run.steps(2)
+        answers: dict[str, list[float]] = {"status": [], "scale": []}
+        for _ in range(ASKED_WHILE_PLANNING):
+            for method, arguments in (("status", ()), ("scale", (4,))):
+                started = time.perf_counter()
+                run.ask(method, *arguments)
+                answers[method].append(time.perf_counter() - started)
+            time.sleep(0.02)
+        run.steps(1)
+        yield figure("long_plan_s", [step["plan_s"] for step in run.directory.steps()[1:]])
+        for method, seconds in answers.items():
+            yield figure(f"{method}_while_planning_s", seconds)
 
 
 def kill(run: ElasticRun, rank: int) -> float:

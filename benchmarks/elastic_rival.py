@@ -8,8 +8,6 @@ often it looks at the cluster, which is made short.
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,13 +19,11 @@ import ray
 
 from benchmarks.elastic_rival_train import RayTrainRun
 from benchmarks.elastic_run import elastic_run
+from tests.integration.node import Node, wait_until
 
 Row = dict[str, Any]
 HEAD_CPUS, NODE_CPUS = 3, 1
 SETTLED_STEPS = 60  # undisturbed steps before each change and after the last
-DEADLINE_S = 240.0
-POLL_S = 0.2
-LEAVE_S = 90.0
 
 
 class Trainer(Protocol):
@@ -38,32 +34,6 @@ class Trainer(Protocol):
 
     def pid_on(self, node_id: str) -> int:
         """The process of the worker on a node."""
-
-
-class Node:
-    """A node with room for one worker, on this machine."""
-
-    def __init__(self, address: str, folder: Path) -> None:
-        before = _nodes()
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}"]
-        command += [f"--num-cpus={NODE_CPUS}", f"--object-store-memory={100 << 20}", "--block"]
-        self._process = subprocess.Popen(
-            command,
-            env=os.environ | {"RAY_TMPDIR": str(folder)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        _until(lambda: len(_nodes()) > len(before))
-        (self.node_id,) = _nodes() - before
-
-    def end(self) -> None:
-        """End the node as a shutdown of its machine would, and wait until the cluster knows."""
-        self._process.terminate()
-        _until(lambda: self.node_id not in _nodes())
-
-    def wait(self) -> None:
-        """Wait for the last of its processes; Ray gives them up to 30 s."""
-        self._process.wait(timeout=LEAVE_S)
 
 
 def rival_rows(folder: Path) -> Iterator[Row]:
@@ -93,14 +63,14 @@ def _lose_and_return(start: Callable[[], Any], join: Callable[[], Node]) -> dict
     """Train on four, lose a node with its worker, let one come back, and say what that cost."""
     node = join()
     with start() as trainer:
-        _until(lambda: _settled(trainer.completed(), 4, since=0.0))
+        wait_until(lambda: _settled(trainer.completed(), 4, since=0.0))
         lost_at = time.time()
         os.kill(trainer.pid_on(node.node_id), signal.SIGKILL)
         node.end()
-        _until(lambda: _settled(trainer.completed(), 3, since=lost_at))
+        wait_until(lambda: _settled(trainer.completed(), 3, since=lost_at))
         back_at = time.time()
         node = join()
-        _until(lambda: _settled(trainer.completed(), 4, since=back_at))
+        wait_until(lambda: _settled(trainer.completed(), 4, since=back_at))
         ended_at = time.time()
         steps = trainer.completed()
     node.end()
@@ -161,7 +131,7 @@ def _cluster(folder: Path) -> Iterator[Callable[[], Node]]:
     nodes: list[Node] = []
 
     def join() -> Node:
-        nodes.append(Node(context.address_info["gcs_address"], folder))
+        nodes.append(Node(context.address_info["gcs_address"], str(folder), NODE_CPUS))
         return nodes[-1]
 
     try:
@@ -171,15 +141,3 @@ def _cluster(folder: Path) -> Iterator[Callable[[], Node]]:
             node.end()
             node.wait()
         ray.shutdown()
-
-
-def _nodes() -> set[str]:
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the cluster or a trainer did not do what the benchmark waits for")
-        time.sleep(POLL_S)

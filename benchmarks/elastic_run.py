@@ -89,6 +89,8 @@ def elastic_run(
     *,
     num_workers: int,
     cpus_per_worker: float = 0.1,
+    planner: str = "hydra",
+    batch_tokens: int = 2048,
     make_runtime: RuntimeFactory = megatron_runtime,
     **elastic: Any,
 ) -> Iterator[ElasticRun]:
@@ -99,7 +101,8 @@ def elastic_run(
             "steps": ENDLESS,
             "context": 1024,
             "token_budget": 512,
-            "global_batch_tokens": 2048,
+            "global_batch_tokens": batch_tokens,
+            "planner": planner,
             "workers": num_workers,
             "cpus_per_worker": cpus_per_worker,
             "data": {"corpus": str(folder / "corpus.parquet")},

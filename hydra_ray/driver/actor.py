@@ -133,7 +133,9 @@ class Driver:
     def _room(self) -> int:
         """Workers in whole units that the cluster has room for, within the recipe's bounds."""
         recipe = self._order.recipe
-        fit = workers_that_fit(living_nodes(), recipe.cpus_per_worker, recipe.gpus_per_worker)
+        drained = self._crew.drained_nodes if self._crew else frozenset()
+        nodes = living_nodes(drained)
+        fit = workers_that_fit(nodes, recipe.cpus_per_worker, recipe.gpus_per_worker)
         wanted = min(fit - recipe.elastic.standbys, recipe.elastic.max or UNBOUNDED)
         return wanted // self._unit * self._unit
 
@@ -179,16 +181,16 @@ class Driver:
 
         Returns:
             The loaded workers that will leave, whole scale units at a time. Workers that are
-            starting on the node are ended when they arrive.
+            starting on the node are ended when they arrive, and none is started there again.
 
         Raises:
             InputError: no loaded worker and no node is meant by `name`.
         """
-        crew = self._crew
-        if crew is not None:
-            crew.turn_away(name)
+        crew, is_node = self._crew, is_living_node(name)
+        if crew is not None and is_node:
+            crew.turn_away_from(name)
         units = [] if crew is None else crew.units_at(name)
-        if crew is None or not (units or is_living_node(name)):
+        if crew is None or not (units or is_node):
             raise InputError(
                 "no worker or node of that name",
                 value=name,

@@ -59,9 +59,11 @@ class CapacityWatch(threading.Thread):
         self._closing.set()
 
 
-def living_nodes() -> list[Mapping[str, float]]:
-    """The resources of each living node of the connected cluster."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+def living_nodes(drained: frozenset[str] = frozenset()) -> list[Mapping[str, float]]:
+    """The resources of each living node of the connected cluster, those of `drained` left out."""
+    return [
+        node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in drained
+    ]
 
 
 def is_living_node(name: str) -> bool:

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 # One worker's loss hangs the others.
 COLLECTIVE = frozenset({"join", "leave", "sync_state", "run_step"})
 
+NODE_ID_LABEL = "ray.io/node-id"  # Ray puts it on every node
+
 Arguments = Callable[[int], tuple[Any, ...]]
 
 
@@ -80,15 +82,13 @@ class WorkerNeeds:
 class Unit:
     """One scale unit.
 
-    `loading` holds the references of its workers' load calls. Where they run is known only once
-    they have loaded: on a node of `unwelcome_at` they are ended then.
+    `loading` holds the references of its workers' load calls; where they run is known only after.
     """
 
     workers: list[Worker]
     loading: list[Any]
     group: PlacementGroup | None
     started: float
-    unwelcome_at: frozenset[str] = frozenset()
 
 
 class RayCrew:
@@ -98,6 +98,7 @@ class RayCrew:
         self._needs = needs
         self._units: dict[int, Unit] = {}
         self._next_unit = 0
+        self._drained_nodes: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         self._heartbeat = Heartbeat(self.loaded_workers, heartbeat_s)
         self._heartbeat.start()
@@ -152,7 +153,7 @@ class RayCrew:
             for w in held.workers
         ]
         with self._lock:  # re-entered last, so that `ready` tells the order of arrival
-            welcome = held.unwelcome_at.isdisjoint(w.node_id for w in workers)
+            welcome = self._drained_nodes.isdisjoint(w.node_id for w in workers)
             if welcome:
                 del self._units[unit]
                 self._units[unit] = Unit(workers, [], held.group, held.started)
@@ -184,12 +185,19 @@ class RayCrew:
             if any(name in {str(worker.worker_id), worker.node_id} for worker in held.workers)
         ]
 
-    def turn_away(self, node_id: str) -> None:
-        """End units that are starting now once they arrive on this node; safe from any thread."""
+    @property
+    def drained_nodes(self) -> frozenset[str]:
+        """The nodes where nothing is started any more; safe from any thread."""
         with self._lock:
-            for unit in self._units.values():
-                if unit.loading:
-                    unit.unwelcome_at |= {node_id}
+            return self._drained_nodes
+
+    def turn_away_from(self, node_id: str) -> None:
+        """Start nothing more on this node, and end what is starting there once it arrives.
+
+        Safe from any thread.
+        """
+        with self._lock:
+            self._drained_nodes |= {node_id}
 
     def loaded_workers(self) -> dict[int, Worker]:
         """Every loaded worker by id; safe from any thread."""
@@ -240,7 +248,11 @@ class RayCrew:
         bundle = {name: amount for name, amount in bundle.items() if amount}
         group = None
         if shape.num_workers > 1 and bundle:  # one process is reserved whole or not at all anyway
-            group = placement_group([bundle] * shape.num_workers, strategy="PACK")
+            group = placement_group(
+                [bundle] * shape.num_workers,
+                strategy="PACK",
+                bundle_label_selector=[self._node_selector()] * shape.num_workers,
+            )
         workers = [
             Worker(worker_id=worker_id, actor=self._start_worker(worker_id, group, index))
             for index, worker_id in enumerate(
@@ -263,5 +275,11 @@ class RayCrew:
             num_cpus=needs.num_cpus,
             num_gpus=needs.num_gpus,
             scheduling_strategy=strategy,
+            label_selector=None if group else self._node_selector(),
             runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
         ).remote(needs.run, worker_id, needs.model, needs.training, needs.make_runtime)
+
+    def _node_selector(self) -> dict[str, str]:
+        """Ray's labels of the nodes where a worker may start."""
+        drained = self.drained_nodes
+        return {NODE_ID_LABEL: f"!in({','.join(sorted(drained))})"} if drained else {}

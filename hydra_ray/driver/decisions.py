@@ -37,6 +37,7 @@ class View:
         leaving: units that are to leave the pool for good (a drained node).
         num_loading: units that are starting.
         target: the units wanted.
+        takes_some: whether units join that are too few for the target.
         num_failures: worker failures so far.
         waited_s: how long the run has stood still for want of workers.
         stop: whether the user asked to stop.
@@ -52,6 +53,7 @@ class View:
     leaving: frozenset[int] = frozenset()
     num_loading: int
     target: int
+    takes_some: bool = False
     num_failures: int
     waited_s: float
     stop: bool
@@ -133,13 +135,14 @@ def membership(view: View, limits: Limits) -> tuple[int, ...] | None:
     """The units the pool should now have, in rank order, or None while it must wait.
 
     Members that live keep their order at the front, so their processes and state stay. A whole
-    generation grows to its target or not at all; a broken one goes on with what is ready, from
-    the minimum up; the first one waits for its target for as long as a start may take.
+    generation grows to what a `scale` asks for or not at all, but takes back what it lost piece
+    by piece; a broken one goes on with what is ready, from the minimum up; the first one waits
+    for its target for as long as a start may take.
     """
     wanted, enough = wanted_units(view.target, limits), limits.min_units
     staying, spare = _candidates(view)
     if view.whole:
-        if len(staying) + len(spare) < wanted:
+        if len(staying) + len(spare) < wanted and not view.takes_some:
             spare = ()
         units = (*staying, *spare)[:wanted]
         return units if len(units) >= enough else view.members

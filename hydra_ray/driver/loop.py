@@ -5,7 +5,6 @@ consists of: the last applied step, the cursor of the next batch, and the genera
 """
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import closing
 
@@ -25,6 +24,7 @@ from hydra_ray.driver.decisions import (
     wanted_units,
 )
 from hydra_ray.driver.errors import CheckpointError
+from hydra_ray.driver.failures import Failures
 from hydra_ray.driver.generation import (
     Generation,
     Rendezvous,
@@ -96,8 +96,7 @@ class TrainingLoop:
         self._number = max((r["generation"] for r in directory.steps()), default=0)
         self._in_flight: PreparedStep | None = None
         self._suspects = Suspects()
-        self._failures: deque[float] = deque()
-        self._last_failure = ""
+        self._failures = Failures(settings.failure_window_s)
         self._still_since = self._trained_at = time.monotonic()
         wishes = requests.wishes()
         self._growth = Growth(wishes.target_units, wishes.operation)
@@ -151,23 +150,22 @@ class TrainingLoop:
 
     def _view(self) -> View:
         settings, wishes, now = self._settings, self._requests.wishes(), time.monotonic()
-        while self._failures and self._failures[0] < now - settings.failure_window_s:
-            self._failures.popleft()
-        members = self._generation.units if self._generation else ()
+        members, ready = self._generation.units if self._generation else (), self._crew.ready()
         return View(
             applied=self._applied,
             num_steps=settings.num_steps,
             members=members,
             stands=self._stands,
-            ready=self._crew.ready(),
+            ready=ready,
             leaving=wishes.leaving,
             num_loading=self._crew.num_loading(),
             target=wishes.target_units,
-            num_failures=len(self._failures),
+            takes_some=self._growth.takes_some(ready, now_s=now),
+            num_failures=self._failures.num_recent(),
             waited_s=now - self._still_since,
             stop=wishes.stop,
             save_due=self._save_is_due(ending=wishes.stop, asked=wishes.save),
-            last_failure=self._last_failure,
+            last_failure=self._failures.latest,
         )
 
     def _save_is_due(self, *, ending: bool, asked: bool) -> bool:
@@ -388,8 +386,7 @@ class TrainingLoop:
             self._count_failure(f"unit {unit}: {'; '.join(causes)}")
 
     def _count_failure(self, text: str) -> None:
-        self._failures.append(time.monotonic())
-        self._last_failure = text
+        self._failures.add(text)
         self._journal.event("worker_lost", step=self._applied + 1, cause=text)
 
     def _standing(self) -> Generation:

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -163,14 +162,6 @@ class Run:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.directory.events() if event["event"] == name]
-
-
-def until(is_so: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    """Wait for something that is to come; a run that never gets there fails the test."""
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, "what the test waits for did not come"
-        time.sleep(0.05)
 
 
 @contextmanager

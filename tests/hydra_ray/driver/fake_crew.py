@@ -206,3 +206,11 @@ class FakeCrew:
         me = self.workers[worker]
         me.applied, me.history = self.files[folder][0], list(self.files[folder][1])
         return me.applied
+
+
+def assert_history_is(crew: FakeCrew, ids: list[list[int]]) -> None:
+    """Every member's weights have seen exactly the batches of the undisturbed run, in order."""
+    alive = [w for m in crew.members if not (w := crew.workers[m]).is_dead]
+    assert alive
+    for worker in alive:
+        assert worker.history == [tuple(batch) for batch in ids]

@@ -35,7 +35,7 @@ def crew(monkeypatch):
 
 def test_units_starting_on_a_drained_node_are_ended_when_they_arrive_and_count_as_no_loss(crew):
     assert crew.units_at("a") == [0]
-    crew.turn_away("a")
+    crew.turn_away_from("a")
     assert crew.watch(0) == {}
     assert crew.ready() == (0, 2)  # the loaded one leaves by the loop's own hand
     assert crew.num_loading() == 0

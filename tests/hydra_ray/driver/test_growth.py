@@ -39,3 +39,18 @@ def test_a_smaller_target_is_met_at_once():
     assert fallback(growth, 2, 1, 4, 0) is None
     assert fallback(growth, 5, 2, 2, 1) is None
     assert fallback(growth, 5, 2, 2, 122) == 2
+
+
+def test_replacements_join_without_the_rest_once_none_came_for_a_while():
+    growth = Growth(4, 0)
+    assert not growth.takes_some((0, 1), now_s=0)
+    assert not growth.takes_some((0, 1, 4), now_s=8)
+    assert not growth.takes_some((0, 1, 4), now_s=17)
+    assert growth.takes_some((0, 1, 4), now_s=18)
+
+
+def test_what_a_scale_asks_for_joins_whole():
+    growth = Growth(4, 0)
+    assert fallback(growth, 6, 1, 4, 0) is None
+    assert not growth.takes_some((0, 1, 2, 3, 4), now_s=0)
+    assert not growth.takes_some((0, 1, 2, 3, 4), now_s=100)
