@@ -345,6 +345,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         generation = self._standing()
+        self._announce()  # the pause of what it tells of ends here
         self._journal.enter(RunState.SAVING)
         self._saving.start(
             generation.workers,

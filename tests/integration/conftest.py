@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
@@ -162,6 +163,13 @@ class Run:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.directory.events() if event["event"] == name]
+
+
+def footprint(pid: int) -> dict[str, int]:
+    """Threads, open files and memory of a process; a group of gloo's has some of each."""
+    process = psutil.Process(pid)
+    resident_mib = process.memory_info().rss >> 20
+    return {"threads": process.num_threads(), "files": process.num_fds(), "MiB": resident_mib}
 
 
 @contextmanager

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import psutil
 import pytest
 import ray
 
-from tests.integration.conftest import NUM_CPUS, Run, running
+from tests.integration.conftest import NUM_CPUS, Run, footprint, running
 from tests.integration.mortal import mortal_runtime, order
 from tests.integration.node import Node, wait_until
 from tests.integration.test_elastic import LOSS_TOLERANCE, scale
@@ -21,6 +20,7 @@ DENSE = {
 }
 MOE = DENSE | {"num_experts": 4, "expert_ffn_hidden_size": 32}
 NODE_CPUS = 3
+ENDLESS = 100_000
 
 
 @pytest.fixture
@@ -39,6 +39,16 @@ def join_node(cluster: None, ray_folder: str) -> Iterator[Callable[[], Node]]:
         node.wait()
 
 
+def end_after_this_step(run: Run) -> None:
+    ray.get(run.driver.stop.remote(), timeout=60)
+    run.finish()
+
+
+def assert_same_training(run: Run, calm: Run) -> None:
+    assert run.ids() == calm.ids()
+    np.testing.assert_allclose(run.losses(), calm.losses(), rtol=0, atol=LOSS_TOLERANCE)
+
+
 def nodes_of(run: Run) -> list[str]:
     return [worker["node"] for worker in run.status().get("workers", [])]
 
@@ -49,7 +59,7 @@ def test_a_run_follows_its_cluster_and_leaves_a_drained_node_for_good(
 ):
     elastic = {"follow_cluster": True, "grow_timeout_s": 300.0, "max": 4}
     claims = {"workers": 2, "cpus_per_worker": NODE_CPUS}
-    recipe = recipe_of(steps=100_000, elastic=elastic, **claims)
+    recipe = recipe_of(steps=ENDLESS, elastic=elastic, **claims)
     with running(recipe, "follows") as run:
         wait_until(run.steps)
         assert run.status()["num_workers"] == NUM_CPUS // NODE_CPUS == 2
@@ -67,8 +77,7 @@ def test_a_run_follows_its_cluster_and_leaves_a_drained_node_for_good(
         assert other.node_id in nodes_of(run)
         other.end()
         wait_until(lambda: run.status()["num_workers"] == 2 and run.status()["state"] == "running")
-        run.driver.stop.remote()
-        run.finish()
+        end_after_this_step(run)
     assert {"grow", "shrink", "failure"} <= set(run.causes())
     assert [step["step"] for step in run.steps()] == list(range(1, len(run.steps()) + 1))
 
@@ -85,14 +94,11 @@ def test_a_run_follows_its_cluster_and_leaves_a_drained_node_for_good(
 )
 def test_a_scale_unit_comes_and_goes_as_one(cluster, recipe_of, tmp_path, axes, model):
     """A unit dies with one of its workers; its state comes from its peers in the others."""
-    settings = {"parallel": axes, "model": model}
-    calm_recipe = recipe_of(steps=30, workers=4, **settings)
+    settings = {"parallel": axes, "model": model, "token_budget": 512}
     name = next(iter(axes))
-    with running(calm_recipe, f"calm-{name}") as calm:
-        calm.finish()
     elastic = {"standbys": 2, "grow_timeout_s": 300.0}
     factory = mortal_runtime(tmp_path, pace_s=0.7)
-    recipe = recipe_of(steps=30, workers=4, elastic=elastic, **settings)
+    recipe = recipe_of(steps=ENDLESS, workers=4, elastic=elastic, **settings)
     with running(recipe, f"units-{name}", make_runtime=factory) as run:
         wait_until(run.steps)
         before = {worker["pid"] for worker in run.status()["workers"]}
@@ -105,11 +111,12 @@ def test_a_scale_unit_comes_and_goes_as_one(cluster, recipe_of, tmp_path, axes, 
         wait_until(lambda: run.status()["num_workers"] == 2)
         scale(run, 4)()
         wait_until(lambda: run.status()["num_workers"] == 4)
-        assert len(run.steps()) < 30, "the run was over before its last change"
-        run.finish()
-    assert run.ids() == calm.ids()
-    np.testing.assert_allclose(run.losses(), calm.losses(), rtol=0, atol=LOSS_TOLERANCE)
+        end_after_this_step(run)
     assert run.events("restored") == []  # nothing came from a checkpoint
+    calm_recipe = recipe_of(steps=len(run.steps()), workers=4, **settings)
+    with running(calm_recipe, f"calm-{name}") as calm:
+        calm.finish()
+    assert_same_training(run, calm)
 
 
 @pytest.mark.slow
@@ -131,31 +138,19 @@ def test_two_jobs_that_grow_at_once_both_end(cluster, recipe_of, uninterrupted, 
         for run in runs:
             run.finish()
     for run in runs:
-        assert run.ids() == uninterrupted.ids()
-        np.testing.assert_allclose(
-            run.losses(), uninterrupted.losses(), rtol=0, atol=LOSS_TOLERANCE
-        )
+        assert_same_training(run, uninterrupted)
         assert {step["num_ranks"] for step in run.steps()} <= {2, 6}
-
-
-def footprint(pid: int) -> dict[str, int]:
-    """Threads, open files and memory of a process; a group of gloo's has some of each."""
-    process = psutil.Process(pid)
-    resident_mib = process.memory_info().rss >> 20
-    return {"threads": process.num_threads(), "files": process.num_fds(), "MiB": resident_mib}
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.slow)])
 def test_resizes_in_a_row_leave_nothing_behind(cluster, recipe_of, tmp_path, count):
     """Sizes of 2, 3, 4 and 3 workers in turn; the oldest worker and the driver stay throughout."""
-    steps = 10 * count
-    with running(recipe_of(steps=steps), f"calm-{count}") as calm:
-        calm.finish()
     elastic = {"standbys": 1, "grow_timeout_s": 300.0}
     factory = mortal_runtime(tmp_path, pace_s=0.4)
     seen: list[tuple[dict[str, int], dict[str, int]]] = []
-    with running(recipe_of(steps=steps, elastic=elastic), "resizes", make_runtime=factory) as run:
+    recipe = recipe_of(steps=ENDLESS, elastic=elastic)
+    with running(recipe, f"resizes-{count}", make_runtime=factory) as run:
         wait_until(run.steps)
         for i in range(count):
             num_workers = (3, 4, 3, 2)[i % 4]
@@ -165,10 +160,10 @@ def test_resizes_in_a_row_leave_nothing_behind(cluster, recipe_of, tmp_path, cou
                 status = run.status()
                 oldest = min(status["workers"], key=lambda worker: worker["worker"])
                 seen.append((footprint(status["driver_pid"]), footprint(oldest["pid"])))
-        assert len(run.steps()) < steps, "the run was over before its last change"
-        run.finish()
-    assert run.ids() == calm.ids()
-    np.testing.assert_allclose(run.losses(), calm.losses(), rtol=0, atol=LOSS_TOLERANCE)
+        end_after_this_step(run)
+    with running(recipe_of(steps=len(run.steps())), f"calm-{count}") as calm:
+        calm.finish()
+    assert_same_training(run, calm)
     assert len(run.events("generation")) >= count
     for first, last in zip(seen[0], seen[-1], strict=True):
         assert last["threads"] <= first["threads"] + 2
