@@ -21,10 +21,8 @@ from hydra_ray.driver.decisions import (
     View,
     Wait,
     decide,
-    wanted_units,
 )
 from hydra_ray.driver.errors import CheckpointError
-from hydra_ray.driver.failures import Failures
 from hydra_ray.driver.generation import (
     Generation,
     Rendezvous,
@@ -33,11 +31,11 @@ from hydra_ray.driver.generation import (
     dissolve,
     form,
 )
-from hydra_ray.driver.growth import Growth
 from hydra_ray.driver.journal import Journal
 from hydra_ray.driver.preparation import Preparation, PreparedStep, StepKey
 from hydra_ray.driver.records import cursor_after, refuse_nonfinite, step_record
-from hydra_ray.driver.requests import Requests, Wishes
+from hydra_ray.driver.requests import Requests
+from hydra_ray.driver.roster import Roster
 from hydra_ray.driver.saving import Saving, restore_newest
 from hydra_ray.driver.settings import Settings
 from hydra_ray.driver.states import RunState
@@ -96,10 +94,8 @@ class TrainingLoop:
         self._number = max((r["generation"] for r in directory.steps()), default=0)
         self._in_flight: PreparedStep | None = None
         self._suspects = Suspects()
-        self._failures = Failures(settings.failure_window_s)
         self._still_since = self._trained_at = time.monotonic()
-        wishes = requests.wishes()
-        self._growth = Growth(wishes.target_units, wishes.operation)
+        self._roster = Roster(settings, crew, journal, requests)
         self._unannounced: dict[str, object] | None = None
 
     def run(self) -> RunState:
@@ -115,7 +111,8 @@ class TrainingLoop:
             self._saving
         ):  # a checkpoint in writing is seen to its end, whatever ends the run
             while True:
-                self._recruit()
+                self._roster.recruit(self._members(), step=self._applied + 1)
+                self._saving.settle(wait=False)
                 decision = decide(self._view(), self._settings.limits)
                 try:
                     match decision:
@@ -133,7 +130,8 @@ class TrainingLoop:
                         case Fail(error):
                             raise error
                 except WorkersLostError as error:
-                    self._lose(error.lost)
+                    self._stands = False
+                    self._roster.lose(error.lost, step=self._applied + 1)
                 except StateLostError:  # the next generation restores the newest checkpoint
                     self._journal.event("state_lost", step=self._applied)
 
@@ -150,22 +148,21 @@ class TrainingLoop:
 
     def _view(self) -> View:
         settings, wishes, now = self._settings, self._requests.wishes(), time.monotonic()
-        members, ready = self._generation.units if self._generation else (), self._crew.ready()
         return View(
             applied=self._applied,
             num_steps=settings.num_steps,
-            members=members,
+            members=self._members(),
             stands=self._stands,
-            ready=ready,
+            ready=self._crew.ready(),
             leaving=wishes.leaving,
             num_loading=self._crew.num_loading(),
             target=wishes.target_units,
-            takes_some=self._growth.takes_some(ready, now_s=now),
-            num_failures=self._failures.num_recent(),
+            takes_some=self._roster.takes_some(),
+            num_failures=self._roster.failures.num_recent(),
             waited_s=now - self._still_since,
             stop=wishes.stop,
             save_due=self._save_is_due(ending=wishes.stop, asked=wishes.save),
-            last_failure=self._failures.latest,
+            last_failure=self._roster.failures.latest,
         )
 
     def _save_is_due(self, *, ending: bool, asked: bool) -> bool:
@@ -179,32 +176,9 @@ class TrainingLoop:
         every = settings.save_every and self._applied % settings.save_every == 0
         return bool(asked or every)
 
-    def _recruit(self) -> None:
-        """Start and end spare units so that the target and the standbys can be met."""
-        self._watch(0)
-        self._saving.settle(wait=False)
-        settings, wishes = self._settings, self._requests.wishes()
-        members = self._generation.units if self._generation else ()
-        self._crew.discard(wishes.leaving - set(members))
-        leaving = wishes.leaving & set(members)
-        wanted = wanted_units(wishes.target_units, settings.limits) + settings.standbys
-        if not wishes.stop:
-            self._crew.staff(wanted + len(leaving), keep=members)
-        num_standbys = len(self._crew.ready()) - len(members)
-        self._journal.know(num_standbys=num_standbys, num_loading=self._crew.num_loading())
-        self._limit_growth(wishes, len(members))
-
-    def _limit_growth(self, wishes: Wishes, num_members: int) -> None:
-        """Withdraw a `scale` that was not met in time."""
-        kept = self._growth.fallback(
-            wishes,
-            num_members=num_members,
-            now_s=time.monotonic(),
-            patience_s=self._settings.timeouts.grow_s,
-        )
-        if kept is not None:
-            self._requests.withdraw_growth(wishes.operation, kept)
-            self._journal.event("growth_failed", wanted=wishes.target_units, kept=kept)
+    def _members(self) -> tuple[int, ...]:
+        """The units of the latest generation; () before the first."""
+        return self._generation.units if self._generation else ()
 
     def _train(self) -> None:
         generation = self._standing()
@@ -366,29 +340,9 @@ class TrainingLoop:
         if self._generation is not None:
             self._journal.enter(RunState.WAITING)
         if self._crew.num_loading():
-            self._watch(LOOK_AROUND_S)
+            self._roster.watch(LOOK_AROUND_S, step=self._applied + 1)
         else:
             self._requests.wait(LOOK_AROUND_S)
-
-    def _watch(self, timeout_s: float) -> None:
-        for unit, cause in self._crew.watch(timeout_s).items():
-            self._count_failure(f"unit {unit}: {cause}")
-
-    def _lose(self, lost: Mapping[int, str]) -> None:
-        """Some workers cannot be trusted any more: end their units, and count one failure each."""
-        self._stands = False
-        units = {
-            unit: causes
-            for unit in self._crew.ready()
-            if (causes := [lost[w] for w in self._crew.workers_of(unit) if w in lost])
-        }
-        self._crew.discard(units)
-        for unit, causes in units.items():
-            self._count_failure(f"unit {unit}: {'; '.join(causes)}")
-
-    def _count_failure(self, text: str) -> None:
-        self._failures.add(text)
-        self._journal.event("worker_lost", step=self._applied + 1, cause=text)
 
     def _standing(self) -> Generation:
         if self._generation is None:

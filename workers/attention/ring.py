@@ -64,7 +64,7 @@ def ring_attention(q_SHD: Tensor, k_SKD: Tensor, v_SKE: Tensor, ring: Ring) -> T
     """Causal attention of this rank's queries over all keys of its ring: [S, H, E].
 
     Cost: half of the ring's s^2 / r on every rank; sends (r - 1) S K (D + E) elements forward,
-    twice that backward.
+    that again and its gradients backward (float32 at least).
     """
     out_SHE: Tensor = _RingAttention.apply(q_SHD, k_SKD, v_SKE, ring)
     return out_SHE
