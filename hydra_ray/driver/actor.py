@@ -103,7 +103,7 @@ class Driver:
             )
             crew = RayCrew(self._needs(index), heartbeat_s=recipe.elastic.heartbeat_s)
             self._crew = crew
-            watch = CapacityWatch(self._room, self.scale)
+            watch = CapacityWatch(self._room, self._target, self.scale)
             if recipe.elastic.follow_cluster:
                 self._tell_shortage(ray.cluster_resources())
                 watch.start()
@@ -138,6 +138,11 @@ class Driver:
         fit = workers_that_fit(nodes, recipe.cpus_per_worker, recipe.gpus_per_worker)
         wanted = min(fit - recipe.elastic.standbys, recipe.elastic.max or UNBOUNDED)
         return wanted // self._unit * self._unit
+
+    def _target(self) -> tuple[int, int]:
+        """The workers wanted, and the number of the request that wants them."""
+        wishes = self._requests.wishes()
+        return wishes.target_units * self._unit, wishes.operation
 
     def _needs(self, index: SequenceIndex) -> WorkerNeeds:
         order, recipe = self._order, self._order.recipe
@@ -181,7 +186,7 @@ class Driver:
 
         Returns:
             The loaded workers that will leave, whole scale units at a time. Workers that are
-            starting on the node are ended when they arrive, and none is started there again.
+            starting there are ended, and none is started on that node again.
 
         Raises:
             InputError: no loaded worker and no node is meant by `name`.
@@ -189,8 +194,8 @@ class Driver:
         crew, is_node = self._crew, is_living_node(name)
         if crew is not None and is_node:
             crew.turn_away_from(name)
-        units = [] if crew is None else crew.units_at(name)
-        if crew is None or not (units or is_node):
+        units = {} if crew is None else crew.units_at(name)
+        if not (units or is_node):
             raise InputError(
                 "no worker or node of that name",
                 value=name,
@@ -198,7 +203,7 @@ class Driver:
             )
         for unit in units:
             self._requests.retire(unit)
-        workers = [worker for unit in units for worker in crew.workers_of(unit)]
+        workers = [worker for held in units.values() for worker in held]
         self._journal.event("drain", name=name, workers=workers)
         return workers
 

@@ -82,17 +82,19 @@ class WorkerNeeds:
 class Unit:
     """One scale unit.
 
-    `loading` holds the references of its workers' load calls; where they run is known only after.
+    `loading` holds the references of its workers' load calls; where they run is known only after,
+    and that it is not on one of the nodes it `avoids`.
     """
 
     workers: list[Worker]
     loading: list[Any]
     group: PlacementGroup | None
     started: float
+    avoids: frozenset[str] = frozenset()
 
 
 class RayCrew:
-    """The crew on Ray. The training thread changes it; other threads only read."""
+    """The crew on Ray. The training thread changes it; other threads read, and drain nodes."""
 
     def __init__(self, needs: WorkerNeeds, *, heartbeat_s: float) -> None:
         self._needs = needs
@@ -105,8 +107,13 @@ class RayCrew:
 
     def staff(self, num_units: int, keep: Sequence[int]) -> None:
         """Start or end spare units until `num_units` live or load; see `Crew.staff`."""
+        drained = self.drained_nodes
+        # What waits for room may be given some on any node that was not drained when it asked.
+        self.discard(
+            unit for unit, held in self._units.items() if held.loading and held.avoids != drained
+        )
         while len(self._units) < num_units:
-            self._start_unit()
+            self._start_unit(drained)
         surplus = len(self._units) - num_units
         if surplus > 0:
             spare = [unit for unit in self._units if unit not in set(keep)]
@@ -175,15 +182,18 @@ class RayCrew:
         """The worker ids of a unit."""
         return tuple(worker.worker_id for worker in self._units[unit].workers)
 
-    def units_at(self, name: str) -> list[int]:
-        """Loaded units with a worker of this number or on this node; safe from any thread."""
+    def units_at(self, name: str) -> dict[int, list[int]]:
+        """Loaded units with a worker of this number or on this node, and their workers.
+
+        Safe from any thread.
+        """
         with self._lock:
-            units = [(unit, held) for unit, held in self._units.items() if not held.loading]
-        return [
-            unit
-            for unit, held in units
-            if any(name in {str(worker.worker_id), worker.node_id} for worker in held.workers)
-        ]
+            loaded = {unit: held.workers for unit, held in self._units.items() if not held.loading}
+        return {
+            unit: [worker.worker_id for worker in workers]
+            for unit, workers in loaded.items()
+            if any(name in {str(worker.worker_id), worker.node_id} for worker in workers)
+        }
 
     @property
     def drained_nodes(self) -> frozenset[str]:
@@ -192,7 +202,7 @@ class RayCrew:
             return self._drained_nodes
 
     def turn_away_from(self, node_id: str) -> None:
-        """Start nothing more on this node, and end what is starting there once it arrives.
+        """Start nothing more on this node, and end what is starting there.
 
         Safe from any thread.
         """
@@ -241,29 +251,36 @@ class RayCrew:
             if held.group is not None:
                 remove_placement_group(held.group)
 
-    def _start_unit(self) -> None:
+    def _start_unit(self, drained: frozenset[str]) -> None:
         unit, shape = self._next_unit, self._needs.shape
         self._next_unit += 1
         bundle = {"CPU": self._needs.num_cpus, "GPU": self._needs.num_gpus}
         bundle = {name: amount for name, amount in bundle.items() if amount}
+        selector = _all_nodes_but(drained)
         group = None
         if shape.num_workers > 1 and bundle:  # one process is reserved whole or not at all anyway
             group = placement_group(
                 [bundle] * shape.num_workers,
                 strategy="PACK",
-                bundle_label_selector=[self._node_selector()] * shape.num_workers,
+                bundle_label_selector=[selector] * shape.num_workers,
             )
         workers = [
-            Worker(worker_id=worker_id, actor=self._start_worker(worker_id, group, index))
+            Worker(worker_id=worker_id, actor=self._start_worker(worker_id, selector, group, index))
             for index, worker_id in enumerate(
                 range(unit * shape.num_workers, (unit + 1) * shape.num_workers)
             )
         ]
         loading = [worker.actor.load.remote() for worker in workers]
         with self._lock:
-            self._units[unit] = Unit(workers, loading, group, time.monotonic())
+            self._units[unit] = Unit(workers, loading, group, time.monotonic(), drained)
 
-    def _start_worker(self, worker_id: int, group: PlacementGroup | None, bundle_index: int) -> Any:
+    def _start_worker(
+        self,
+        worker_id: int,
+        selector: dict[str, str],
+        group: PlacementGroup | None,
+        bundle_index: int,
+    ) -> Any:
         needs = self._needs
         strategy: Any = "SPREAD"
         if group is not None:
@@ -275,11 +292,11 @@ class RayCrew:
             num_cpus=needs.num_cpus,
             num_gpus=needs.num_gpus,
             scheduling_strategy=strategy,
-            label_selector=None if group else self._node_selector(),
+            label_selector=None if group else selector,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
         ).remote(needs.run, worker_id, needs.model, needs.training, needs.make_runtime)
 
-    def _node_selector(self) -> dict[str, str]:
-        """Ray's labels of the nodes where a worker may start."""
-        drained = self.drained_nodes
-        return {NODE_ID_LABEL: f"!in({','.join(sorted(drained))})"} if drained else {}
+
+def _all_nodes_but(drained: frozenset[str]) -> dict[str, str]:
+    """Ray's selector of the nodes where a worker may start."""
+    return {NODE_ID_LABEL: f"!in({','.join(sorted(drained))})"} if drained else {}

@@ -38,7 +38,7 @@ class View:
         num_loading: units that are starting.
         target: the units wanted.
         takes_some: whether units join that are too few for the target.
-        num_failures: worker failures so far.
+        num_failures: worker failures within the window that counts.
         waited_s: how long the run has stood still for want of workers.
         stop: whether the user asked to stop.
         save_due: whether a checkpoint of `applied` is wanted now.
@@ -53,7 +53,7 @@ class View:
     leaving: frozenset[int] = frozenset()
     num_loading: int
     target: int
-    takes_some: bool = False
+    takes_some: bool
     num_failures: int
     waited_s: float
     stop: bool

@@ -1,11 +1,11 @@
-"""How long a `scale` may take: each request has its own time, and is given up whole after it."""
+"""How a pool gets more units: a `scale` in its time and whole, replacements as they come."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra_ray.driver.requests import Wishes
 
-REGROW_S = 10.0  # several lost at once come back at once: one new generation for them, not many
+REGROW_S = 10.0
 
 
 @dataclass(slots=True)
@@ -20,14 +20,11 @@ class Growth:
             back to.
         operation: the number of the latest request seen.
         asked_at: when that request was seen, in seconds; None once it is met or given up.
-        arrived: the loaded units when one last came or went, in seconds `arrived_at`.
     """
 
     settled_units: int
     operation: int
     asked_at: float | None = None
-    arrived: Sequence[int] = ()
-    arrived_at: float = 0.0
 
     def fallback(
         self, wishes: Wishes, *, num_members: int, now_s: float, patience_s: float
@@ -47,11 +44,27 @@ class Growth:
             return self.settled_units
         return None
 
-    def takes_some(self, ready: Sequence[int], *, now_s: float) -> bool:
-        """Whether replacements join though others are still missing: none came for a while.
+    def is_settled(self, operation: int) -> bool:
+        """Whether no request is open, the one numbered `operation` included."""
+        return self.asked_at is None and operation == self.operation
 
-        What a `scale` asks for joins whole, or not at all.
-        """
-        if ready != self.arrived:
-            self.arrived, self.arrived_at = ready, now_s
-        return self.asked_at is None and now_s - self.arrived_at >= REGROW_S
+
+@dataclass(slots=True)
+class Arrivals:
+    """When a loaded unit last came or went.
+
+    Several that are lost at once are replaced at about the same time: while they come they are
+    waited for, so that one new generation takes them all.
+    """
+
+    ready: Sequence[int] = ()
+    changed_at: float = 0.0
+
+    def see(self, ready: Sequence[int], *, now_s: float) -> None:
+        """These are loaded now."""
+        if tuple(ready) != tuple(self.ready):
+            self.ready, self.changed_at = ready, now_s
+
+    def have_ended(self, *, now_s: float) -> bool:
+        """Whether none came for a while: whoever is still missing is not waited for."""
+        return now_s - self.changed_at >= REGROW_S

@@ -23,7 +23,7 @@ class Line:
 
 
 class Journal:
-    """Written by the training thread, read by control threads.
+    """What is told outside; written and read from any thread.
 
     Args:
         directory: the files steps and events are appended to.

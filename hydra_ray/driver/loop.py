@@ -34,7 +34,7 @@ from hydra_ray.driver.generation import (
 from hydra_ray.driver.journal import Journal
 from hydra_ray.driver.preparation import Preparation, PreparedStep, StepKey
 from hydra_ray.driver.records import cursor_after, refuse_nonfinite, step_record
-from hydra_ray.driver.requests import Requests
+from hydra_ray.driver.requests import Requests, Wishes
 from hydra_ray.driver.roster import Roster
 from hydra_ray.driver.saving import Saving, restore_newest
 from hydra_ray.driver.settings import Settings
@@ -111,9 +111,10 @@ class TrainingLoop:
             self._saving
         ):  # a checkpoint in writing is seen to its end, whatever ends the run
             while True:
-                self._roster.recruit(self._members(), step=self._applied + 1)
+                wishes = self._requests.wishes()
+                self._roster.recruit(self._members(), wishes, step=self._applied + 1)
                 self._saving.settle(wait=False)
-                decision = decide(self._view(), self._settings.limits)
+                decision = decide(self._view(wishes), self._settings.limits)
                 try:
                     match decision:
                         case Train():
@@ -146,8 +147,8 @@ class TrainingLoop:
             newest = max(self._checkpoints.steps(), default=None)
             self._journal.event("stopped_unsaved", step=self._applied, newest_checkpoint=newest)
 
-    def _view(self) -> View:
-        settings, wishes, now = self._settings, self._requests.wishes(), time.monotonic()
+    def _view(self, wishes: Wishes) -> View:
+        settings = self._settings
         return View(
             applied=self._applied,
             num_steps=settings.num_steps,
@@ -157,9 +158,9 @@ class TrainingLoop:
             leaving=wishes.leaving,
             num_loading=self._crew.num_loading(),
             target=wishes.target_units,
-            takes_some=self._roster.takes_some(),
+            takes_some=self._roster.takes_some(wishes),
             num_failures=self._roster.failures.num_recent(),
-            waited_s=now - self._still_since,
+            waited_s=time.monotonic() - self._still_since,
             stop=wishes.stop,
             save_due=self._save_is_due(ending=wishes.stop, asked=wishes.save),
             last_failure=self._roster.failures.latest,
@@ -231,7 +232,7 @@ class TrainingLoop:
         self._journal.step(record)
 
     def _announce(self) -> None:
-        """Tell of a new generation once its first step goes out, when its pause is known."""
+        """Tell of a new generation once its pause is over, or the next one is due."""
         if self._unannounced is not None:
             pause_s = time.monotonic() - self._trained_at
             self._journal.event("generation", **self._unannounced, pause_s=pause_s)
@@ -241,7 +242,8 @@ class TrainingLoop:
         settings, started = self._settings, time.monotonic()
         self._journal.enter(REFORMING[cause])
         self._announce()  # one that no step went out to before it was replaced
-        whole, self._stands = self._view().whole, False
+        whole = self._stands and set(self._members()) <= set(self._crew.ready())
+        self._stands = False
         if whole:
             dissolve(self._crew, self._standing(), timeout_s=settings.timeouts.form_s)
         self._number += 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from hydra_ray.driver.crew import Crew
 from hydra_ray.driver.decisions import wanted_units
 from hydra_ray.driver.failures import Failures
-from hydra_ray.driver.growth import Growth
+from hydra_ray.driver.growth import Arrivals, Growth
 from hydra_ray.driver.journal import Journal
 from hydra_ray.driver.requests import Requests, Wishes
 from hydra_ray.driver.settings import Settings
@@ -30,22 +30,26 @@ class Roster:
         self.failures = Failures(settings.failure_window_s)
         wishes = requests.wishes()
         self._growth = Growth(wishes.target_units, wishes.operation)
+        self._arrivals = Arrivals()
 
-    def recruit(self, members: Sequence[int], *, step: int) -> None:
+    def recruit(self, members: Sequence[int], wishes: Wishes, *, step: int) -> None:
         """Start and end spare units so that the target and the standbys can be met.
 
         Args:
             members: the units of the latest generation.
+            wishes: what is asked for now.
             step: the one that a loss seen now belongs to.
         """
         self.watch(0, step=step)
-        settings, wishes = self._settings, self._requests.wishes()
+        settings = self._settings
         self._crew.discard(wishes.leaving - set(members))
         leaving = wishes.leaving & set(members)
         wanted = wanted_units(wishes.target_units, settings.limits) + settings.standbys
         if not wishes.stop:
             self._crew.staff(wanted + len(leaving), keep=members)
-        num_standbys = len(self._crew.ready()) - len(members)
+        ready = self._crew.ready()
+        self._arrivals.see(ready, now_s=time.monotonic())
+        num_standbys = len(set(ready) - set(members))
         self._journal.know(num_standbys=num_standbys, num_loading=self._crew.num_loading())
         self._limit_growth(wishes, len(members))
 
@@ -61,9 +65,13 @@ class Roster:
             self._requests.withdraw_growth(wishes.operation, kept)
             self._journal.event("growth_failed", wanted=wishes.target_units, kept=kept)
 
-    def takes_some(self) -> bool:
-        """Whether replacements join though others are still missing."""
-        return self._growth.takes_some(self._crew.ready(), now_s=time.monotonic())
+    def takes_some(self, wishes: Wishes) -> bool:
+        """Whether replacements join though others are still missing.
+
+        What a `scale` asks for joins whole, or not at all.
+        """
+        settled = self._growth.is_settled(wishes.operation)
+        return settled and self._arrivals.have_ended(now_s=time.monotonic())
 
     def watch(self, timeout_s: float, *, step: int) -> None:
         """Let loading units arrive, for at most `timeout_s`, and note those that are lost."""

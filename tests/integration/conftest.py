@@ -23,6 +23,7 @@ from hydra_ray.rundir import RunDirectory, run_directory
 
 CONTEXT = 512
 SERVERS = frozenset({"cluster", "object_store"})
+ENDLESS = 100_000
 NUM_CPUS = 8  # logical: more workers than cores, each of one thread
 
 
@@ -145,6 +146,10 @@ class Run:
     def finish(self, show: Callable[[Line], None] = lambda _: None) -> dict[str, Any]:
         return follow(self.live, show)
 
+    def end_after_this_step(self) -> None:
+        ray.get(self.driver.stop.remote(), timeout=60)
+        self.finish()
+
     def steps(self) -> list[dict[str, Any]]:
         return self.directory.steps()
 
@@ -158,7 +163,7 @@ class Run:
         return dict(ray.get(self.driver.status.remote(), timeout=60))
 
     def causes(self) -> list[str]:
-        """Why each generation was formed that a step went out to."""
+        """Why each generation was formed."""
         return [event["cause"] for event in self.events("generation")]
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -168,8 +173,8 @@ class Run:
 def footprint(pid: int) -> dict[str, int]:
     """Threads, open files and memory of a process; a group of gloo's has some of each."""
     process = psutil.Process(pid)
-    resident_mib = process.memory_info().rss >> 20
-    return {"threads": process.num_threads(), "files": process.num_fds(), "MiB": resident_mib}
+    own_mib = process.memory_full_info().uss >> 20  # without pages shared with the object store
+    return {"threads": process.num_threads(), "files": process.num_fds(), "MiB": own_mib}
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class MortalRuntime(WorkerRuntime):
         return facts
 
     def run_step(self, command: StepCommand, payload: StepPayload) -> StepResult:
-        """Between two steps the driver plans."""
+        """Train a step; while the worker is idle before it, the driver plans."""
         time.sleep(self._pace_s)
         self._die_if_ordered("planning")
         return super().run_step(command, payload)

@@ -32,7 +32,11 @@ class Node:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        wait_until(lambda: len(living_nodes()) > len(before))
+        try:
+            wait_until(lambda: len(living_nodes()) > len(before))
+        except TimeoutError:
+            self._process.terminate()
+            raise
         (self.node_id,) = living_nodes() - before
 
     def end(self) -> None:

@@ -12,9 +12,8 @@ import pytest
 import ray
 import torch
 
-from hydra_ray.config import Recipe
 from hydra_ray.driver.checkpoints import Checkpoints
-from tests.integration.conftest import Run, footprint, running
+from tests.integration.conftest import ENDLESS, Run, footprint, running
 from tests.integration.mortal import PHASES, mortal_runtime, order
 from tests.integration.node import wait_until
 from tests.integration.test_elastic import (
@@ -121,14 +120,19 @@ def one_after_another(run: Run, orders: Path, rng: np.random.Generator) -> None:
     """
     walk = rng.permuted([[1, 1, 1, -1, -1, -1]] * 50, axis=1)
     sizes = next(path for path in 3 + np.cumsum(walk, axis=1) if path.min() > 1 and path.max() < 6)
-    is_death = rng.permutation([True] * 6 + [False] * 6)
-    deaths, scales = iter(rng.permutation(PHASES)), iter(sizes.tolist())
-    for dies in is_death:
+    deaths, scales, target = iter(rng.permutation(PHASES)), iter(sizes.tolist()), 3
+    for dies in rng.permutation([True] * 6 + [False] * 6):
         if dies:
             die(run, orders, str(next(deaths)), int(rng.integers(5)))
         else:
-            scale(run, num_workers := next(scales))()
-            wait_until(lambda n=num_workers: run.status().get("num_workers") == n)
+            has_workers(run, target)  # whoever died before is replaced
+            target = next(scales)
+            scale(run, target)()
+            has_workers(run, target)
+
+
+def has_workers(run: Run, num_workers: int) -> None:
+    wait_until(lambda: run.status().get("num_workers") == num_workers)
 
 
 def die(run: Run, orders: Path, phase: str, rank: int) -> None:
@@ -146,35 +150,29 @@ def die(run: Run, orders: Path, phase: str, rank: int) -> None:
     wait_until(lambda: len(run.steps()) > redone)
 
 
-@pytest.fixture(scope="module")
-def calm(cluster: None, recipe_of: Callable[..., Recipe]) -> Run:
-    """60 steps to which nothing happens."""
-    with running(recipe_of(steps=60), "calm") as run:
-        run.finish()
-    return run
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(10))
-def test_sixty_steps_with_twelve_changes_equal_the_undisturbed(
-    cluster, recipe_of, calm, tmp_path, seed
-):
+def test_sixty_steps_with_twelve_changes_equal_the_undisturbed(cluster, recipe_of, tmp_path, seed):
     elastic = {"standbys": 1, "grow_timeout_s": 300.0, "max_failures": 50}
-    recipe = recipe_of(steps=60, workers=3, elastic=elastic, checkpoint={"every_steps": 7})
+    recipe = recipe_of(steps=ENDLESS, workers=3, elastic=elastic, checkpoint={"every_steps": 7})
     factory = mortal_runtime(tmp_path, pace_s=1.0)
     with running(recipe, f"storm-{seed}", make_runtime=factory) as run:
         wait_until(run.steps)
         one_after_another(run, tmp_path, np.random.default_rng(seed))
-        assert len(run.steps()) < 60, "the run was over before its last change"
-        run.finish()
-    assert [step["step"] for step in run.steps()] == list(range(1, 61))
+        wait_until(lambda: len(run.steps()) >= 60)
+        run.end_after_this_step()
+    steps = run.steps()
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    assert run.causes().count("failure") >= 6
+    assert run.causes().count("shrink") == 3
+    assert run.causes().count("grow") >= 3  # replacements that came late among them
+    assert_no_worker_is_left()
+    with running(recipe_of(steps=len(steps)), f"calm-{seed}") as calm:
+        calm.finish()
     assert run.ids() == calm.ids()
     np.testing.assert_allclose(run.losses(), calm.losses(), rtol=0, atol=LOSS_TOLERANCE)
     assert_same_weights(run, calm)
-    assert run.causes().count("failure") >= 6
-    assert {"grow", "shrink"} <= set(run.causes())  # some are met by a death, or by a replacement
-    assert_no_worker_is_left()
 
 
 @pytest.mark.slow
@@ -211,4 +209,4 @@ def test_two_hundred_changes_leave_every_sequence_once_and_leak_nothing(cluster,
     assert last["MiB"] <= first["MiB"] + 64
     assert 0 < stored[0] < 16 * STORED_TOKENS  # a payload or two
     assert_no_worker_is_left()
-    wait_until(lambda: free_object_store_bytes() == free_bytes)
+    wait_until(lambda: free_object_store_bytes() >= free_bytes)

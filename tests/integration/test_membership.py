@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import ray
 
-from tests.integration.conftest import NUM_CPUS, Run, footprint, running
+from tests.integration.conftest import ENDLESS, NUM_CPUS, Run, footprint, running
 from tests.integration.mortal import mortal_runtime, order
 from tests.integration.node import Node, wait_until
 from tests.integration.test_elastic import LOSS_TOLERANCE, scale
@@ -20,7 +20,6 @@ DENSE = {
 }
 MOE = DENSE | {"num_experts": 4, "expert_ffn_hidden_size": 32}
 NODE_CPUS = 3
-ENDLESS = 100_000
 
 
 @pytest.fixture
@@ -39,11 +38,6 @@ def join_node(cluster: None, ray_folder: str) -> Iterator[Callable[[], Node]]:
         node.wait()
 
 
-def end_after_this_step(run: Run) -> None:
-    ray.get(run.driver.stop.remote(), timeout=60)
-    run.finish()
-
-
 def assert_same_training(run: Run, calm: Run) -> None:
     assert run.ids() == calm.ids()
     np.testing.assert_allclose(run.losses(), calm.losses(), rtol=0, atol=LOSS_TOLERANCE)
@@ -54,9 +48,7 @@ def nodes_of(run: Run) -> list[str]:
 
 
 @pytest.mark.timeout(400)
-def test_a_run_follows_its_cluster_and_leaves_a_drained_node_for_good(
-    join_node, recipe_of, tmp_path
-):
+def test_a_run_follows_its_cluster_and_leaves_a_drained_node_for_good(join_node, recipe_of):
     elastic = {"follow_cluster": True, "grow_timeout_s": 300.0, "max": 4}
     claims = {"workers": 2, "cpus_per_worker": NODE_CPUS}
     recipe = recipe_of(steps=ENDLESS, elastic=elastic, **claims)
@@ -75,9 +67,10 @@ def test_a_run_follows_its_cluster_and_leaves_a_drained_node_for_good(
         other = join_node()  # the drained node has room too, and must not be used again
         wait_until(lambda: run.status()["num_workers"] == 3)
         assert other.node_id in nodes_of(run)
+        assert "on a node that is drained" not in run.directory.log.read_text()  # not even tried
         other.end()
         wait_until(lambda: run.status()["num_workers"] == 2 and run.status()["state"] == "running")
-        end_after_this_step(run)
+        run.end_after_this_step()
     assert {"grow", "shrink", "failure"} <= set(run.causes())
     assert [step["step"] for step in run.steps()] == list(range(1, len(run.steps()) + 1))
 
@@ -111,7 +104,7 @@ def test_a_scale_unit_comes_and_goes_as_one(cluster, recipe_of, tmp_path, axes, 
         wait_until(lambda: run.status()["num_workers"] == 2)
         scale(run, 4)()
         wait_until(lambda: run.status()["num_workers"] == 4)
-        end_after_this_step(run)
+        run.end_after_this_step()
     assert run.events("restored") == []  # nothing came from a checkpoint
     calm_recipe = recipe_of(steps=len(run.steps()), workers=4, **settings)
     with running(calm_recipe, f"calm-{name}") as calm:
@@ -160,7 +153,7 @@ def test_resizes_in_a_row_leave_nothing_behind(cluster, recipe_of, tmp_path, cou
                 status = run.status()
                 oldest = min(status["workers"], key=lambda worker: worker["worker"])
                 seen.append((footprint(status["driver_pid"]), footprint(oldest["pid"])))
-        end_after_this_step(run)
+        run.end_after_this_step()
     with running(recipe_of(steps=len(run.steps())), f"calm-{count}") as calm:
         calm.finish()
     assert_same_training(run, calm)

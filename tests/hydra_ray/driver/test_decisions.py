@@ -30,6 +30,7 @@ VIEW = View(
     ready=(0, 1, 2, 3),
     num_loading=0,
     target=4,
+    takes_some=False,
     num_failures=0,
     waited_s=0.0,
     stop=False,

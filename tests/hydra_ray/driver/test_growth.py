@@ -1,6 +1,6 @@
 """Each `scale` has its own time; what a failure or a standby lacks has none."""
 
-from hydra_ray.driver.growth import Growth
+from hydra_ray.driver.growth import Arrivals, Growth
 from hydra_ray.driver.requests import Wishes
 
 
@@ -41,16 +41,21 @@ def test_a_smaller_target_is_met_at_once():
     assert fallback(growth, 5, 2, 2, 122) == 2
 
 
-def test_replacements_join_without_the_rest_once_none_came_for_a_while():
-    growth = Growth(4, 0)
-    assert not growth.takes_some((0, 1), now_s=0)
-    assert not growth.takes_some((0, 1, 4), now_s=8)
-    assert not growth.takes_some((0, 1, 4), now_s=17)
-    assert growth.takes_some((0, 1, 4), now_s=18)
+def test_replacements_are_waited_for_as_long_as_they_come():
+    arrivals = Arrivals()
+    for now_s, ready in ((0, (0, 1)), (8, (0, 1, 4))):
+        arrivals.see(ready, now_s=now_s)
+        assert not arrivals.have_ended(now_s=now_s)
+    arrivals.see((0, 1, 4), now_s=17)
+    assert not arrivals.have_ended(now_s=17)
+    assert arrivals.have_ended(now_s=18)
 
 
-def test_what_a_scale_asks_for_joins_whole():
+def test_no_request_is_open_once_it_is_met_and_until_the_next_one_is_seen():
     growth = Growth(4, 0)
+    assert growth.is_settled(0)
+    assert not growth.is_settled(1)  # asked for since the last look
     assert fallback(growth, 6, 1, 4, 0) is None
-    assert not growth.takes_some((0, 1, 2, 3, 4), now_s=0)
-    assert not growth.takes_some((0, 1, 2, 3, 4), now_s=100)
+    assert not growth.is_settled(1)
+    assert fallback(growth, 6, 1, 6, 60) is None
+    assert growth.is_settled(1)

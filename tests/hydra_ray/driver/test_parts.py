@@ -215,22 +215,67 @@ def test_each_worker_fits_whole_on_one_node():
     assert workers_that_fit(nodes, 0.0, 0.0) == 0
 
 
-def test_the_cluster_s_room_is_asked_for_once_a_change(monkeypatch):
+class Cluster:
+    """What a CapacityWatch looks at, and whom it asks."""
+
+    def __init__(self, room: int, target: int) -> None:
+        self.room, self.target, self.operation = room, target, 0
+        self.asked: list[int] = []
+
+    def scale(self, num_workers: int) -> int:
+        self.asked.append(num_workers)
+        self.target, self.operation = num_workers, self.operation + 1
+        return self.operation
+
+    def watch(self) -> capacity.CapacityWatch:
+        return capacity.CapacityWatch(
+            lambda: self.room, lambda: (self.target, self.operation), self.scale
+        )
+
+
+def test_the_cluster_s_room_is_asked_for_once_a_change():
+    cluster = Cluster(room=4, target=4)
+    watch = cluster.watch()
+    for now_s, room in enumerate([4, 4, 6, 6, 5]):
+        cluster.room = room
+        watch.look(float(now_s))
+    assert cluster.asked == [4, 6, 5]
+
+
+def test_room_that_was_in_use_is_asked_for_again_unless_somebody_else_asked():
+    cluster = Cluster(room=6, target=4)
+    watch = cluster.watch()
+    watch.look(0.0)
+    cluster.target = 4  # given up
+    watch.look(299.0)
+    assert cluster.asked == [6]
+    watch.look(300.0)
+    assert cluster.asked == [6, 6]
+    cluster.scale(3)  # a user
+    watch.look(1000.0)
+    assert cluster.asked == [6, 6, 3]
+
+
+def test_the_watch_outlives_a_control_store_that_is_away_for_a_while(monkeypatch):
     monkeypatch.setattr(capacity, "LOOK_EVERY_S", 0.001)
-    rooms, asked, done = iter([4, 4, 6, 6, 5]), [], threading.Event()
+    rooms, asked = iter([4, None, 6]), threading.Event()
 
     def room():
-        value = next(rooms, None)
+        value = next(rooms, 6)
         if value is None:
-            done.set()
-        return value or 5
+            raise RuntimeError("no answer")
+        return value
 
-    watch = capacity.CapacityWatch(room, asked.append)
+    def scale(num_workers):
+        if num_workers == 6:
+            asked.set()
+        return num_workers
+
+    watch = capacity.CapacityWatch(room, lambda: (4, 0), scale)
     watch.start()
-    assert done.wait(30)
+    assert asked.wait(30)
     watch.close()
     watch.join(30)
-    assert asked == [4, 6, 5]
 
 
 def test_a_followed_cluster_that_is_too_small_is_told_as_an_event(tmp_path):
