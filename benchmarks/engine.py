@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a rank is one thr
 import torch
 
 from benchmarks.engine_rivals import rival_rows
-from benchmarks.engine_speed import speed_rows
+from benchmarks.engine_speed import keep_freed_memory, speed_rows
 from benchmarks.engine_steps import step_rows
 from benchmarks.machine import machine
 
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--only", choices=tuple(PARTS), help="one part of it")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # the ranks are forked, and inherit it
     record = options.out.open("w") if options.out else None
     for row in rows(options.only):
         line = json.dumps(row)
