@@ -193,7 +193,7 @@ class Driver:
         """
         crew, is_node = self._crew, is_living_node(name)
         if crew is not None and is_node:
-            crew.turn_away_from(name)
+            crew.drain_node(name)
         units = {} if crew is None else crew.units_at(name)
         if not (units or is_node):
             raise InputError(

@@ -160,11 +160,11 @@ class RayCrew:
             for w in held.workers
         ]
         with self._lock:  # re-entered last, so that `ready` tells the order of arrival
-            welcome = self._drained_nodes.isdisjoint(w.node_id for w in workers)
-            if welcome:
+            may_stay = self._drained_nodes.isdisjoint(w.node_id for w in workers)
+            if may_stay:
                 del self._units[unit]
                 self._units[unit] = Unit(workers, [], held.group, held.started)
-        if not welcome:
+        if not may_stay:
             log.info("unit %d had been starting on a node that is drained", unit)
             self.discard([unit])
             return
@@ -201,7 +201,7 @@ class RayCrew:
         with self._lock:
             return self._drained_nodes
 
-    def turn_away_from(self, node_id: str) -> None:
+    def drain_node(self, node_id: str) -> None:
         """Start nothing more on this node, and end what is starting there.
 
         Safe from any thread.

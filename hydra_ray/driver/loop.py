@@ -1,11 +1,11 @@
 """The training thread: sees, decides, acts; one turn a step boundary.
 
-What to do is decided in `decisions`; this file carries it out and keeps the three facts a run
-consists of: the last applied step, the cursor of the next batch, and the generation that stands.
+What to do is decided in `decisions`; this file carries it out and keeps the two facts a run
+consists of: its progress, and the generation that stands.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 from hydra_ray.data.batches import DataCursor
@@ -13,6 +13,7 @@ from hydra_ray.driver.checkpoints import Checkpoints, Manifest
 from hydra_ray.driver.crew import Crew
 from hydra_ray.driver.decisions import (
     Cause,
+    Decision,
     Fail,
     Finish,
     Reform,
@@ -32,7 +33,8 @@ from hydra_ray.driver.generation import (
     form,
 )
 from hydra_ray.driver.journal import Journal
-from hydra_ray.driver.preparation import Preparation, PreparedStep, StepKey
+from hydra_ray.driver.preparation import Preparation, PreparedStep
+from hydra_ray.driver.progress import Progress
 from hydra_ray.driver.records import cursor_after, refuse_nonfinite, step_record
 from hydra_ray.driver.requests import Requests, Wishes
 from hydra_ray.driver.roster import Roster
@@ -41,6 +43,7 @@ from hydra_ray.driver.settings import Settings
 from hydra_ray.driver.states import RunState
 from hydra_ray.driver.suspects import Suspects, held_by
 from hydra_ray.rundir import RunDirectory
+from workers.protocol import StepResult
 
 REFORMING: Mapping[Cause, RunState] = {
     "start": RunState.STARTING,
@@ -88,11 +91,10 @@ class TrainingLoop:
             keep=settings.keep,
             timeout_s=settings.timeouts.save_s,
         )
-        self._applied, self._cursor = 0, DataCursor()
+        self._progress = Progress()
         self._generation: Generation | None = None
         self._stands = False
         self._number = max((r["generation"] for r in directory.steps()), default=0)
-        self._in_flight: PreparedStep | None = None
         self._suspects = Suspects()
         self._still_since = self._trained_at = time.monotonic()
         self._roster = Roster(settings, crew, journal, requests)
@@ -107,34 +109,40 @@ class TrainingLoop:
         Raises:
             HydraError: what ended the run.
         """
-        with closing(
-            self._saving
-        ):  # a checkpoint in writing is seen to its end, whatever ends the run
+        with closing(self._saving):  # a checkpoint in writing is seen to its end, whatever comes
             while True:
                 wishes = self._requests.wishes()
                 self._roster.recruit(self._members(), wishes, step=self._applied + 1)
                 self._saving.settle(wait=False)
                 decision = decide(self._view(wishes), self._settings.limits)
                 try:
-                    match decision:
-                        case Train():
-                            self._train()
-                        case Save():
-                            self._save()
-                        case Reform(units, cause):
-                            self._reform(units, cause)
-                        case Wait():
-                            self._wait()
-                        case Finish(stopped, is_saved) if self._has_settled():
-                            self._tell_unsaved(is_saved=is_saved)
-                            return RunState.STOPPED if stopped else RunState.FINISHED
-                        case Fail(error):
-                            raise error
+                    end = self._carry_out(decision)
                 except WorkersLostError as error:
                     self._stands = False
                     self._roster.lose(error.lost, step=self._applied + 1)
                 except StateLostError:  # the next generation restores the newest checkpoint
                     self._journal.event("state_lost", step=self._applied)
+                else:
+                    if end is not None:
+                        return end
+
+    def _carry_out(self, decision: Decision) -> RunState | None:
+        """One act; returns how the run ended, if it did."""
+        match decision:
+            case Train():
+                self._train()
+            case Save():
+                self._save()
+            case Reform(units, cause):
+                self._reform(units, cause)
+            case Wait():
+                self._wait()
+            case Finish(stopped, is_saved) if self._has_settled():
+                self._tell_unsaved(is_saved=is_saved)
+                return RunState.STOPPED if stopped else RunState.FINISHED
+            case Fail(error):
+                raise error
+        return None
 
     def _has_settled(self) -> bool:
         """Wait for the checkpoint in writing; False if it came to nothing, to look again."""
@@ -177,6 +185,10 @@ class TrainingLoop:
         every = settings.save_every and self._applied % settings.save_every == 0
         return bool(asked or every)
 
+    @property
+    def _applied(self) -> int:
+        return self._progress.applied
+
     def _members(self) -> tuple[int, ...]:
         """The units of the latest generation; () before the first."""
         return self._generation.units if self._generation else ()
@@ -184,23 +196,10 @@ class TrainingLoop:
     def _train(self) -> None:
         generation = self._standing()
         self._journal.enter(RunState.RUNNING)
-        key = StepKey(
-            step=self._applied + 1,
-            cursor=self._cursor,
-            pool=generation.pool,
-            generation=generation.number,
-        )
-        prepared = self._preparation.take(key)
-        self._in_flight = prepared
-        if key.step < self._settings.num_steps:
-            self._preparation.start(
-                StepKey(
-                    step=key.step + 1,
-                    cursor=prepared.batch.cursor_after,
-                    pool=key.pool,
-                    generation=key.generation,
-                )
-            )
+        prepared = self._preparation.take(self._progress.next_key(generation))
+        self._progress.in_flight = prepared
+        if prepared.key.step < self._settings.num_steps:
+            self._preparation.start(self._progress.key_after_next(generation))
         self._announce()
         started = time.monotonic()
         answers = self._crew.call(
@@ -209,27 +208,25 @@ class TrainingLoop:
             lambda _: (prepared.command, [prepared.payload]),
             timeout_s=self._settings.timeouts.step_s,
         )
+        self._still_since = time.monotonic()
         results = list(answers.results.values())
-        self._still_since = ended = time.monotonic()
-        refuse_nonfinite(key.step, results)
+        refuse_nonfinite(prepared.key.step, results)
         if results:
-            self._trained_at, wall_s = ended, ended - started
-            self._advance(step_record(prepared, results, self._settings.cost, wall_s=wall_s))
-            self._directory.append_trace(entry for r in results for entry in r.trace_events)
+            self._trained_at = self._still_since
+            self._land(prepared, results, wall_s=self._trained_at - started)
         if not answers.complete:
             if answers.culprits and not results:
                 ids = held_by(generation, prepared, answers.culprits, self._settings.shape)
-                self._suspects.blame(key.step, ids)
+                self._suspects.blame(prepared.key.step, ids)
             raise WorkersLostError(answers.lost)
 
-    def _advance(self, record: dict[str, object]) -> None:
-        """Step `in_flight` is applied: it is told, and the next batch is due."""
-        if self._in_flight is None:
-            raise RuntimeError("no step is in flight")
-        self._applied = self._in_flight.key.step
-        self._cursor = self._in_flight.batch.cursor_after
-        self._in_flight = None
-        self._journal.step(record)
+    def _land(
+        self, prepared: PreparedStep, results: Sequence[StepResult], *, wall_s: float
+    ) -> None:
+        """The step in flight is applied, and told."""
+        self._progress.land()
+        self._journal.step(step_record(prepared, results, self._settings.cost, wall_s=wall_s))
+        self._directory.append_trace(entry for r in results for entry in r.trace_events)
 
     def _announce(self) -> None:
         """Tell of a new generation once its pause is over, or the next one is due."""
@@ -259,19 +256,24 @@ class TrainingLoop:
         self._agree(generation)
         self._generation, self._stands = generation, True
         self._crew.discard(self._requests.wishes().leaving - set(units))
+        self._know(generation, cause, form_s=time.monotonic() - started)
+
+    def _know(self, generation: Generation, cause: Cause, *, form_s: float) -> None:
+        """Keep what is to be told of a new generation."""
+        workers, num_ranks = generation.workers, generation.pool.num_ranks
         self._unannounced = {
             "generation": generation.number,
             "cause": cause,
-            "workers": list(generation.workers),
-            "num_ranks": generation.pool.num_ranks,
+            "workers": list(workers),
+            "num_ranks": num_ranks,
             "applied": self._applied,
-            "form_s": time.monotonic() - started,
+            "form_s": form_s,
         }
         self._journal.know(
             generation=generation.number,
-            num_workers=len(generation.workers),
-            num_ranks=generation.pool.num_ranks,
-            workers=self._crew.whereabouts(generation.workers),
+            num_workers=len(workers),
+            num_ranks=num_ranks,
+            workers=self._crew.whereabouts(workers),
         )
 
     def _agree(self, generation: Generation) -> None:
@@ -281,9 +283,10 @@ class TrainingLoop:
         nothing, or what they had when they were last members.
         """
         held = generation.applied
-        if self._in_flight is not None and held == self._in_flight.key.step:
+        flying = self._progress.in_flight
+        if flying is not None and held == flying.key.step:
             # A worker applied it, but every report of it was lost: nothing to redo.
-            self._advance(step_record(self._in_flight, [], self._settings.cost, wall_s=0.0))
+            self._land(flying, [], wall_s=0.0)
         elif 0 < held < self._applied and held >= max(self._checkpoints.steps(), default=0):
             self._rewind(held, cursor_after(self._directory, held))
         elif held == 0 or held < self._applied:
@@ -312,9 +315,8 @@ class TrainingLoop:
             self._rewind(manifest.step, manifest.cursor)
 
     def _rewind(self, applied: int, cursor: DataCursor) -> None:
-        self._applied = applied
+        self._progress.rewind(applied, cursor)
         self._saving.restored(applied)
-        self._cursor, self._in_flight = cursor, None
         dropped = self._directory.cut_steps(applied)
         if applied or dropped:
             self._journal.event("restored", step=applied, steps_to_redo=dropped)
@@ -327,7 +329,7 @@ class TrainingLoop:
             generation.workers,
             Manifest(
                 step=self._applied,
-                cursor=self._cursor,
+                cursor=self._progress.cursor,
                 seed=self._settings.seed,
                 num_ranks=generation.pool.num_ranks,
                 corpus=self._settings.corpus,

@@ -36,7 +36,7 @@ def crew(monkeypatch):
 
 def test_units_starting_on_a_drained_node_are_ended_when_they_arrive_and_count_as_no_loss(crew):
     assert crew.units_at("a") == {0: [0]}
-    crew.turn_away_from("a")
+    crew.drain_node("a")
     assert crew.watch(0) == {}
     assert crew.ready() == (0, 2)  # the loaded one leaves by the loop's own hand
     assert crew.num_loading() == 0
@@ -70,8 +70,8 @@ def test_what_waits_for_room_is_asked_for_anew_without_the_drained_nodes(crew, m
     starts = Starts(monkeypatch)
     crew.staff(3, keep=(0,))
     assert starts.selectors == []
-    crew.turn_away_from("b")
-    crew.turn_away_from("a")
+    crew.drain_node("b")
+    crew.drain_node("a")
     crew.staff(3, keep=(0,))
     assert starts.selectors == [{"ray.io/node-id": "!in(a,b)"}] * 2
     assert crew.num_loading() == 2
@@ -82,7 +82,7 @@ def test_the_workers_of_a_unit_are_placed_by_their_group(monkeypatch):
     starts = Starts(monkeypatch)
     needs = WorkerNeeds(run="run", model=None, training=None, shape=UnitShape(tensor=2))
     crew = RayCrew(needs, heartbeat_s=3600.0)
-    crew.turn_away_from("a")
+    crew.drain_node("a")
     monkeypatch.setattr(crew_module, "PlacementGroupSchedulingStrategy", lambda *_, **__: "group")
     monkeypatch.setattr(crew_module, "end_process", lambda worker: None)
     crew.staff(1, keep=())
