@@ -15,18 +15,16 @@ from hydra_ray.data.index import SequenceIndex
 from hydra_ray.driver.capacity import CapacityWatch, is_living_node, living_nodes, workers_that_fit
 from hydra_ray.driver.checkpoints import Checkpoints
 from hydra_ray.driver.crew import RayCrew, WorkerNeeds
-from hydra_ray.driver.decisions import Limits
 from hydra_ray.driver.errors import RunNotFoundError
 from hydra_ray.driver.generation import Rendezvous
 from hydra_ray.driver.journal import Journal, Line
 from hydra_ray.driver.loop import TrainingLoop
 from hydra_ray.driver.metrics import RunMetrics
-from hydra_ray.driver.placement import UnitShape
 from hydra_ray.driver.preparation import Preparation
 from hydra_ray.driver.requests import Requests
-from hydra_ray.driver.settings import Settings, Timeouts
+from hydra_ray.driver.settings import UNBOUNDED, settings_of, unit_shape
 from hydra_ray.driver.states import RunState
-from hydra_ray.preflight import check_cluster, check_size, smallest_pool
+from hydra_ray.preflight import check_cluster, check_size
 from hydra_ray.rundir import RunDirectory
 from planner.errors import InputError
 from planner.registry import get_planner
@@ -34,7 +32,6 @@ from workers.actor import RuntimeFactory, megatron_runtime
 from workers.rendezvous import start_store
 
 NAMESPACE = "hydra"
-UNBOUNDED = 1 << 30
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +106,7 @@ class Driver:
                 watch.start()
             try:
                 return TrainingLoop(
-                    _settings(recipe, index),
+                    settings_of(recipe, index),
                     crew=crew,
                     preparation=preparation,
                     checkpoints=checkpoints_of(recipe, order.run, order.directory),
@@ -150,7 +147,7 @@ class Driver:
             run=order.run,
             model=recipe.model_spec(index.info.vocab_size),
             training=recipe.training_spec(),
-            shape=_unit_shape(recipe),
+            shape=unit_shape(recipe),
             num_cpus=recipe.cpus_per_worker,
             num_gpus=recipe.gpus_per_worker,
             make_runtime=order.make_runtime,
@@ -260,37 +257,6 @@ def summary(directory: RunDirectory, run: str, status: dict[str, Any]) -> dict[s
         "tokens_per_s": sum(step["tokens"] for step in steps) / wall_s if wall_s > 0 else None,
         "run_dir": str(directory.root),
     }
-
-
-def _unit_shape(recipe: Recipe) -> UnitShape:
-    axes = recipe.parallel
-    return UnitShape(tensor=axes.tensor, pipeline=axes.pipeline, expert=axes.expert)
-
-
-def _settings(recipe: Recipe, index: SequenceIndex) -> Settings:
-    elastic, axes = recipe.elastic, recipe.parallel
-    unit = axes.scale_unit
-    return Settings(
-        num_steps=recipe.steps,
-        limits=Limits(
-            min_units=smallest_pool(recipe, int(index.lengths.max())) // unit,
-            max_units=(elastic.max or UNBOUNDED) // unit,
-            max_failures=elastic.max_failures,
-            start_s=elastic.grow_timeout_s,
-            wait_s=elastic.wait_timeout_s,
-        ),
-        shape=_unit_shape(recipe),
-        pool_of=lambda num_units: recipe.pool_shape(num_units * axes.expert),
-        cost=recipe.cost_model(),
-        seed=recipe.seed,
-        corpus=index.fingerprint(),
-        config=recipe.model_dump(mode="json"),
-        standbys=-(-elastic.standbys // unit),
-        save_every=recipe.checkpoint.every_steps,
-        keep=recipe.checkpoint.keep,
-        failure_window_s=elastic.failure_window_s,
-        timeouts=Timeouts(grow_s=elastic.grow_timeout_s),
-    )
 
 
 @contextmanager
