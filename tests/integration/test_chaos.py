@@ -181,13 +181,15 @@ def test_two_hundred_changes_leave_every_sequence_once_and_leak_nothing(cluster,
     acts = ["kill"] * 90 + ["freeze"] * 10 + ["scale"] * 100
     steps = GAP * (len(acts) + 2)
     elastic = {
+        "min": 2,  # the last worker's death would lose what no checkpoint has
         "standbys": 1,
         "heartbeat_s": 1.0,
         "grow_timeout_s": 300.0,
         "max_failures": 1000,
     }
     batch = {"global_batch_tokens": STORED_TOKENS, "token_budget": 4096}
-    recipe = recipe_of(steps=steps, workers=3, elastic=elastic, **batch)
+    checkpoint = {"every_steps": 25}
+    recipe = recipe_of(steps=steps, workers=3, elastic=elastic, checkpoint=checkpoint, **batch)
     free_bytes = free_object_store_bytes()
     sizes: list[dict[str, int]] = []
     stored: list[int] = []
