@@ -19,11 +19,11 @@ import numpy.typing as npt
 from planner.errors import InputError
 from planner.factorize import (
     ALLTOALL_PASSES,
+    RING_PASSES,
     AttentionShape,
     CpComm,
     factorize,
     off_node_share,
-    ring_passes,
     traffic_bytes,
 )
 from planner.pool import IntArray, PoolShape
@@ -180,10 +180,9 @@ def _traffic_s(cost: CostModel, ulysses: int, ring: int) -> tuple[float, float]:
     byte_s = (1 - leaving) / cost.intra_node_bytes_per_s + leaving / cost.inter_node_bytes_per_s
     within_node = ulysses * ring <= hdp_per_node
     hop_bytes_per_s = cost.intra_node_bytes_per_s if within_node else cost.inter_node_bytes_per_s
-    passes = ring_passes(cost.attention.bytes_per_element)
     return (
         cost.num_layers * ALLTOALL_PASSES * sent.alltoall_bytes * byte_s,
-        cost.num_layers * passes * sent.ring_bytes / hop_bytes_per_s,
+        cost.num_layers * RING_PASSES * sent.ring_bytes / hop_bytes_per_s,
     )
 
 

@@ -6,8 +6,9 @@ heads, K = max(H_kv, u) key-value heads (replicated once u exceeds them) and b b
     all-to-all  b (u-1)/u / P [H d_qk + K (d_qk + d_v) + H d_v]     Q, K, V in; O out
     ring        b (r-1)/r (K / u) (d_qk + d_v)                      r - 1 hops of K and V
 
-Backward repeats the all-to-alls once (dO, dQ, dK, dV), and the ring with K and V again and with
-their gradients, which travel in float32 at least: twice the bytes of bfloat16.
+Backward repeats the all-to-alls once (dO, dQ, dK, dV) and the ring twice (K and V again, and
+their gradients). In bfloat16 the engine sends those gradients in float32, which doubles their
+bytes (docs/numerics.md); here they are priced as the paper's formula has them.
 """
 
 import math
@@ -19,7 +20,7 @@ from planner.errors import InputError
 CpComm = Literal["auto", "ulysses", "ring"] | tuple[int, int]
 
 ALLTOALL_PASSES = 2
-GRADIENT_BYTES = 4  # of an element that adds up on its way round a ring, at least
+RING_PASSES = 3
 # One NIC of 400 Gb/s against one NVLink 4 port set of 450 GB/s: a byte that leaves the node
 # takes about nine times as long.
 NODE_EXIT_COST = 9.0
@@ -72,11 +73,6 @@ class AttentionShape:
             v_dim=self.v_dim,
             bytes_per_element=self.bytes_per_element,
         )
-
-
-def ring_passes(bytes_per_element: int) -> float:
-    """How many times the ring's forward bytes it sends in all, forward and backward."""
-    return 2 + max(GRADIENT_BYTES, bytes_per_element) / bytes_per_element
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,4 +195,4 @@ def _weighted_bytes(attention: AttentionShape, split: tuple[int, int], hdp_per_n
     alltoall = ALLTOALL_PASSES * sent.alltoall_bytes * (1 + (NODE_EXIT_COST - 1) * leaving)
     # A ring is as fast as its slowest hop, so one hop between nodes prices them all.
     hop = NODE_EXIT_COST if math.prod(split) > hdp_per_node else 1.0
-    return alltoall + ring_passes(attention.bytes_per_element) * sent.ring_bytes * hop
+    return alltoall + RING_PASSES * sent.ring_bytes * hop
