@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,12 +59,13 @@ def rival_rows() -> Iterator[dict[str, object]]:
         except RankError as error:
             yield row | {"value": None, "why_not": _reason(str(error))}
             continue
-        (ours_s, ours_cpu_s), (rival_s, rival_cpu_s) = np.max(ranks, axis=0).tolist()
+        (ours_s, ours_cpu_s), (rival_s, rival_cpu_s) = np.max([t.taken for t in ranks], axis=0)
         yield row | {
-            "value": rival_s / ours_s,
-            "cpu_value": rival_cpu_s / ours_cpu_s,
-            "rival_s": rival_s,
-            "ours_s": ours_s,
+            "value": float(rival_s / ours_s),
+            "cpu_value": float(rival_cpu_s / ours_cpu_s),
+            "rival_s": float(rival_s),
+            "ours_s": float(ours_s),
+            "kernel_share_of_ours": min(t.kernel_share for t in ranks),
         }
 
 
@@ -73,14 +75,23 @@ def _reason(report: str) -> str:
     return (named or report.splitlines())[0][:200]
 
 
-def timed(rival: Rival, rank: int, world_size: int) -> list[tuple[float, float]]:
-    """Least (wall, CPU) seconds, forward and backward, of ours and of the rival, in turns."""
+class Timed(NamedTuple):
+    """Least (wall, CPU) seconds of ours and of the rival, and how much of ours the kernel is."""
+
+    taken: list[tuple[float, float]]
+    kernel_share: float
+
+
+def timed(rival: Rival, rank: int, world_size: int) -> Timed:
+    """Forward and backward of ours and of the rival, in turns."""
     del world_size
     lengths = rival.lengths
     *inputs, d_out = random_tensors(sum(lengths) // RANKS, HEADS, HEADS, torch.float32)
     groups = world_groups(rank, RANKS, rival.ulysses)
-    attentions = (partial(_ours, lengths, groups), rival.make(rank, lengths))
+    counters = Counters()
+    attentions = (partial(_ours, lengths, groups, counters), rival.make(rank, lengths))
     _require_equal(rival, *(attention(*inputs).detach() for attention in attentions))
+    before_s = counters.kernel_s
     taken: tuple[list[tuple[float, float]], ...] = ([], [])
     for _ in range(TURNS):
         for attention, seconds in zip(attentions, taken, strict=True):
@@ -89,12 +100,15 @@ def timed(rival: Rival, rank: int, world_size: int) -> list[tuple[float, float]]
             torch.autograd.grad(attention(*inputs), inputs, d_out)
             dist.barrier()
             seconds.append((time.perf_counter() - started, time.thread_time() - cpu_started))
-    return [(min(s[0] for s in seconds), min(s[1] for s in seconds)) for seconds in taken]
+    least = [(min(s[0] for s in seconds), min(s[1] for s in seconds)) for seconds in taken]
+    return Timed(least, (counters.kernel_s - before_s) / sum(s[0] for s in taken[0]))
 
 
-def _ours(lengths: tuple[int, ...], groups: CPGroups, *qkv_THD: torch.Tensor) -> torch.Tensor:
+def _ours(
+    lengths: tuple[int, ...], groups: CPGroups, counters: Counters, *qkv_THD: torch.Tensor
+) -> torch.Tensor:
     return context_parallel_attention(
-        *qkv_THD, lengths=lengths, groups=groups, scale=SCALE, counters=Counters()
+        *qkv_THD, lengths=lengths, groups=groups, scale=SCALE, counters=counters
     )
 
 
