@@ -80,7 +80,7 @@ def check_cluster(recipe: Recipe, resources: Mapping[str, float]) -> None:
 def open_corpus(
     recipe: Recipe, *, on_progress: Callable[[CorpusSummary], None] | None = None
 ) -> SequenceIndex:
-    """Open the recipe's corpus; where it is absent and the recipe names sources, prepare it.
+    """Open the recipe's corpus; where it names none, prepare one from its sources, once.
 
     Call it after the other checks: preparing writes a file.
 
@@ -88,7 +88,7 @@ def open_corpus(
         InputError: there is no corpus and no source, or either cannot be used.
     """
     path = recipe.corpus_path
-    if recipe.data.sources and "://" not in path and not Path(path).exists():
+    if recipe.data.corpus is None and "://" not in path and not Path(path).exists():
         options = PrepareOptions(
             context=recipe.context,
             tokenizer=recipe.data.tokenizer,
@@ -186,7 +186,8 @@ def check_size(recipe: Recipe, num_workers: int, longest: int) -> None:
     Raises:
         InputError: they make no whole scale units, or too few or too many of them.
     """
-    recipe.num_ranks(num_workers)
+    if num_workers > 0:
+        recipe.num_ranks(num_workers)
     low, high = smallest_pool(recipe, longest), recipe.elastic.max
     needed_by = "elastic.min"
     if recipe.elastic.min is None:

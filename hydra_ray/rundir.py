@@ -14,6 +14,7 @@ Only the driver writes here, so nothing is locked.
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from planner.errors import InputError
 
 CONFIG, STEPS, EVENTS = "config.yaml", "steps.jsonl", "events.jsonl"
 LOG, TRACE, ENDPOINT = "run.log", "trace.json", "endpoint.json"
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,17 @@ class RunDirectory:
 
 
 def run_directory(storage_path: str, run: str) -> RunDirectory:
-    """The directory of `run`, as an absolute path."""
+    """The directory of `run`, as an absolute path.
+
+    Raises:
+        InputError: no run can have this name.
+    """
+    if not RUN_NAME.fullmatch(run):
+        raise InputError(
+            "this is no name of a run",
+            value=run,
+            limit="at most 64 letters, digits, dots, dashes, underscores; first a letter or digit",
+        )
     return RunDirectory(Path(storage_path).expanduser().resolve() / run)
 
 
@@ -136,10 +148,11 @@ def find_runs(storage_path: str) -> list[RunDirectory]:
 
 
 def check_name_is_free(directory: RunDirectory, *, resume: bool) -> None:
-    """Refuse to write into another run, or to resume one that never was.
+    """Refuse to write into another run, or to resume one that never was or still runs here.
 
     Raises:
-        InputError: the name is taken and `resume` is off, or the other way round.
+        InputError: the name is taken and `resume` is off, or the other way round; or a living
+            process of this machine trains the run.
     """
     if directory.exists() and not resume:
         raise InputError(
@@ -153,6 +166,34 @@ def check_name_is_free(directory: RunDirectory, *, resume: bool) -> None:
             value=str(directory.root),
             remedy="Start it without --resume, or check --run-name and storage_path.",
         )
+    check_is_not_running(directory)
+
+
+def check_is_not_running(directory: RunDirectory) -> None:
+    """Refuse a run that a living process of this machine trains: two would write one directory.
+
+    Raises:
+        InputError: it does.
+    """
+    endpoint = directory.endpoint()
+    pid = endpoint.local_pid if endpoint is not None else None
+    if pid is not None and pid != os.getpid() and is_alive(pid):
+        raise InputError(
+            "the run is still running",
+            value=f"process {pid}",
+            remedy="Stop it, or wait for its end; then continue it with --resume.",
+        )
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine lives."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -45,6 +45,7 @@ class ShardWriter:
             owned: the keys it writes.
             path: the shard's own folder, or its URL.
         """
+        self._latest = None  # what fails from here on has written nothing
         snapshot = {key: state.tensors[key].detach().cpu().clone() for key in owned}
         self._latest = self._thread.submit(_write, snapshot, state.step, path)
 

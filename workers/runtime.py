@@ -61,7 +61,8 @@ class WorkerRuntime:
         self._membership: Membership | None = None
         self._replica: Replica | None = None
         self._connections: Connections | None = None
-        # While a replica is live its tensors are the state, and only the step is kept here.
+        # While a replica is live its tensors are the state, and only the step is kept here; where
+        # the optimizer is sharded, all of it until the first step: a newcomer has to be given it.
         self._state = NO_STATE
         self._writer = checkpoint.ShardWriter()
 
@@ -114,7 +115,9 @@ class WorkerRuntime:
         self._membership, self._replica = membership, replica
         if not replica.needed().keys() <= self._state.tensors.keys():
             return 0
-        self._adopt(self._state)
+        replica.adopt(self._state)
+        if not replica.optimizer.is_sharded:
+            self._state = TrainState(step=self._state.step, tensors={})
         return self._state.step
 
     def _form(self, membership: Membership, pool: PoolShape) -> Replica:
@@ -163,7 +166,7 @@ class WorkerRuntime:
             theirs, and leave and join again before they train: with seeded weights, at step 0.
         """
         replica, _ = self._here()
-        state = furthest_state(self._captured(), replica.needed(), replica.device)
+        state = furthest_state(self._offered(replica), replica.needed(), replica.device)
         if state.step == 0:
             self._state = NO_STATE
         else:
@@ -182,6 +185,7 @@ class WorkerRuntime:
         replica, membership = self._here()
         self._check_command(command, membership)
         _check_payload(command, payload, membership)
+        self._state = TrainState(step=self._state.step, tensors={})
         try:
             result = replica.train(command, payload, membership.rank, self._forget_state)
         except RuntimeError as error:
@@ -260,6 +264,12 @@ class WorkerRuntime:
     def _forget_state(self) -> None:
         """From here to the end of the step the weights are of no step: a peer's must be taken."""
         self._state = NO_STATE
+
+    def _offered(self, replica: Replica) -> TrainState:
+        """What this process can give to others: never gathered, for newcomers hold nothing yet."""
+        if self._state.tensors or self._state.step == 0 or replica.optimizer.is_sharded:
+            return self._state
+        return replica.capture(self._state.step)
 
     def _captured(self) -> TrainState:
         """The live state, or what a place that needs other parts made this process keep."""

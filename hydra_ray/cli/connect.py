@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hydra_ray.driver.errors import RunNotFoundError
-from hydra_ray.rundir import RunDirectory, run_directory
+from hydra_ray.rundir import RunDirectory, is_alive, run_directory
 
 AUTH_MODE = "RAY_AUTH_MODE"
 
@@ -63,19 +63,9 @@ def live_address(directory: RunDirectory) -> str | None:
     endpoint = directory.endpoint()
     if endpoint is None:
         return None
-    if endpoint.local_pid is not None and not _is_alive(endpoint.local_pid):
+    if endpoint.local_pid is not None and not is_alive(endpoint.local_pid):
         return None
     return endpoint.ray_address
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _from_environment() -> str | None:

@@ -42,9 +42,11 @@ def submit(
     from ray.job_submission import JobSubmissionClient
 
     from hydra_ray.config import load_recipe
+    from hydra_ray.rundir import run_directory
 
     recipe = load_recipe(recipe_path, overrides or [])
     run = run_name or recipe.name
+    run_directory(recipe.storage_path, run)  # refuses a name that no run can have
     check_paths(recipe)
     where = cluster_address(address)
     try:

@@ -293,10 +293,20 @@ class RayCrew:
             num_gpus=needs.num_gpus,
             scheduling_strategy=strategy,
             label_selector=None if group else selector,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
+            runtime_env={"env_vars": _environment(needs.num_gpus)},
         ).remote(needs.run, worker_id, needs.model, needs.training, needs.make_runtime)
 
 
 def _all_nodes_but(drained: frozenset[str]) -> dict[str, str]:
     """Ray's selector of the nodes where a worker may start."""
     return {NODE_ID_LABEL: f"!in({','.join(sorted(drained))})"} if drained else {}
+
+
+def _environment(num_gpus: float) -> dict[str, str]:
+    """What a worker's process is started with.
+
+    NCCL's watchdog would end the process when a peer dies; here survivors go on. A worker that
+    claims no GPU sees none, which Ray no longer sees to.
+    """
+    threads = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    return threads if num_gpus else threads | {"CUDA_VISIBLE_DEVICES": ""}

@@ -83,6 +83,7 @@ def test_a_worker_outside_of_a_generation_refuses_a_step():
         (GQA, replace(TRAINING, pipeline=3)),
         (replace(GQA, num_experts=4), replace(TRAINING, expert=3)),
         (replace(GQA, num_experts=4), replace(TRAINING, tensor=2)),
+        (replace(GQA, output_gate=True), replace(TRAINING, tensor=4)),
         (GQA, replace(TRAINING, distributed_optimizer=True, optimizer="sgd")),
     ],
 )

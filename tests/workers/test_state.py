@@ -112,6 +112,48 @@ def test_state_is_kept_and_read_back_bit_by_bit(case: str, tmp_path: Path):
     assert_same(read, before)
 
 
+def moved(
+    rank: int,
+    world_size: int,
+    port: int,
+    training: TrainingSpec,
+    size: int,
+    places: tuple[int, ...],
+) -> tuple[Tensors, int, int, Tensors]:
+    """A step on the first `size` workers; then all join, worker i at `places[i]`, and sync."""
+    runtime = WorkerRuntime(MOE, training)
+    runtime.load()
+    before: Tensors = {}
+    if rank < size:
+        pool = pool_shape(size, 256, training)
+        runtime.join(membership_of(rank, size, port, training), pool)
+        payload = payload_of(plan_with("hydra", [50, 7, 90, 33], pool))
+        assert runtime.run_step(command_of(payload.plan), payload).applied
+        before = tensors_of(runtime)
+        runtime.leave()
+    place = membership_of(places[rank], world_size, port, training, generation=2)
+    held = runtime.join(place, pool_shape(world_size, 256, training))
+    return before, held, runtime.sync_state(), tensors_of(runtime)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("expert", "size", "places", "held"),
+    [
+        (1, 2, (0, 1, 2), [1, 1, 0]),
+        (2, 2, (0, 1, 2, 3), [1, 1, 0, 0]),
+        (2, 4, (0, 1, 3, 2), [1, 1, 0, 0]),
+    ],
+    ids=["newcomer", "new experts", "swapped experts"],
+)
+def test_a_sharded_optimizer_is_whole_again_in_any_pool(dtype, expert, size, places, held):
+    training = replace(TRAINING, distributed_optimizer=True, dtype=dtype, expert=expert)
+    results = run_pool(len(places), moved, training, size, places)
+    assert [h for _, h, _, _ in results] == held
+    assert [synced for _, _, synced, _ in results] == [1] * len(places)
+    assert_same(union([t for *_, t in results]), union([before for before, *_ in results]))
+
+
 def swap_experts(rank: int, world_size: int, port: int) -> tuple[Tensors, Any]:
     """HDP ranks 1 and 2 go on as 0 and 1, so that each needs the experts the other has."""
     training = replace(TRAINING, expert=2)
@@ -131,9 +173,9 @@ def swap_experts(rank: int, world_size: int, port: int) -> tuple[Tensors, Any]:
 def test_workers_in_new_places_fetch_what_they_need_from_one_another():
     results = run_pool(4, swap_experts)
 
-    moved = [after for _, after in results if after is not None]
-    assert [(held, synced) for held, synced, _ in moved] == [(0, 1)] * 2
-    assert_same(union([t for _, _, t in moved]), union([before for before, _ in results]))
+    there = [after for _, after in results if after is not None]
+    assert [(held, synced) for held, synced, _ in there] == [(0, 1)] * 2
+    assert_same(union([t for _, _, t in there]), union([before for before, _ in results]))
 
 
 def torn_apart(

@@ -23,6 +23,12 @@ def check(model: ModelSpec, training: TrainingSpec) -> None:
     """
     _divides(training.tensor, model.vocab_size, "vocab_size", "tensor ranks")
     _divides(training.tensor, model.num_heads, "num_heads", "tensor ranks")
+    if model.attention == "gqa" and model.output_gate and training.tensor > model.num_kv_heads:
+        raise InputError(
+            "Megatron cuts no output gate to more tensor ranks than key-value heads",
+            value=f"tensor {training.tensor}, num_kv_heads {model.num_kv_heads}",
+            remedy="Set output_gate: false, or use fewer tensor ranks.",
+        )
     stages = training.pipeline * training.chunks
     _divides(stages, model.num_layers, "num_layers", "pipeline stages times chunks")
     if model.num_experts:

@@ -1,6 +1,7 @@
 """The driver's small parts: placement, requests, journal, checkpoints, run directory, routing."""
 
 import json
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,14 @@ from hydra_ray.driver.placement import UnitShape, rank_order
 from hydra_ray.driver.requests import Requests
 from hydra_ray.driver.states import RunState
 from hydra_ray.routing import route
-from hydra_ray.rundir import Endpoint, RunDirectory, check_name_is_free, find_runs, read_lines
+from hydra_ray.rundir import (
+    Endpoint,
+    RunDirectory,
+    check_name_is_free,
+    find_runs,
+    read_lines,
+    run_directory,
+)
 from planner.errors import InputError, PlanError
 from planner.pool import PoolShape
 from planner.presets import DENSE
@@ -287,3 +295,22 @@ def test_a_followed_cluster_that_is_too_small_is_told_as_an_event(tmp_path):
     driver._tell_shortage({"CPU": 1.5})
     (told,) = [e for e in directory.events() if e["event"] == "cluster_small"]
     assert told["limit"] == "1.5 CPU cores, which is 3 workers on this cluster"
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "-x", "a" * 65, "x\n"])
+def test_what_is_no_name_of_a_run_never_becomes_a_folder(tmp_path, name):
+    with pytest.raises(InputError, match="no name of a run"):
+        run_directory(str(tmp_path), name)
+
+
+def test_a_run_that_a_living_process_trains_is_not_resumed(tmp_path):
+    directory = run_directory(str(tmp_path), "mine")
+    directory.create("")
+    for pid, is_refused in ((os.getppid(), True), (os.getpid(), False), (2**22 + 1, False)):
+        endpoint = Endpoint(run="mine", ray_address="", dashboard_url="", local_pid=pid)
+        directory.write_endpoint(endpoint)
+        if is_refused:
+            with pytest.raises(InputError, match="still running"):
+                check_name_is_free(directory, resume=True)
+        else:
+            check_name_is_free(directory, resume=True)
