@@ -239,7 +239,7 @@ class TrainingLoop:
         settings, started = self._settings, time.monotonic()
         self._journal.enter(REFORMING[cause])
         self._announce()  # one that no step went out to before it was replaced
-        whole = self._stands and set(self._members()) <= set(self._crew.ready())
+        whole = self._view(self._requests.wishes()).whole
         self._stands = False
         if whole:
             dissolve(self._crew, self._standing(), timeout_s=settings.timeouts.form_s)

@@ -14,7 +14,7 @@ from hydra_ray.data.writer import CorpusWriter
 from hydra_ray.driver.checkpoints import Checkpoints
 from hydra_ray.driver.decisions import Limits
 from hydra_ray.driver.generation import Rendezvous
-from hydra_ray.driver.journal import Journal
+from hydra_ray.driver.journal import Journal, Line
 from hydra_ray.driver.loop import TrainingLoop
 from hydra_ray.driver.placement import UnitShape
 from hydra_ray.driver.preparation import Preparation
@@ -81,6 +81,15 @@ class Bench:
             requests=self.requests,
             rendezvous=Rendezvous(host="nowhere", port=1),
         )
+
+    def after_each_step(self, act: Callable[[int], None]) -> None:
+        """Have the loops made from now on call `act` with the number of each step, once told."""
+
+        def listen(line: Line) -> None:
+            if line.kind == "step":
+                act(line.record["step"])
+
+        self.journal = Journal(self.directory, listen)
 
     def ids(self) -> list[list[int]]:
         return [step["sequence_ids"] for step in self.directory.steps()]

@@ -130,14 +130,12 @@ def test_too_many_failures_end_the_run(bench):
 def test_a_stop_ends_after_the_step_in_hand_with_a_checkpoint_and_resumes(bench, undisturbed):
     files = {}
     crew = FakeCrew(shared=files)
-    real_step = bench.journal.step
 
-    def step(record):
-        real_step(record)
-        if record["step"] == 7:
+    def act(step):
+        if step == 7:
             bench.requests.stop()
 
-    bench.journal.step = step
+    bench.after_each_step(act)
     assert bench.loop(crew).run() is RunState.STOPPED
     assert bench.checkpoints.steps() == [7]
     bench.requests = type(bench.requests)(2)
@@ -268,14 +266,12 @@ def test_any_faults_and_scales_leave_the_training_as_it_was(
 ):
     bench = make_bench()
     crew = FakeCrew(faults, load_turns=2)
-    real_step = bench.journal.step
 
-    def step(record):
-        real_step(record)
-        if record["step"] in scales:
-            bench.requests.scale(scales[record["step"]])
+    def act(step):
+        if step in scales:
+            bench.requests.scale(scales[step])
 
-    bench.journal.step = step
+    bench.after_each_step(act)
     loop = bench.loop(crew, standbys=standbys, save_every=save_every, max_failures=100, wait_s=10.0)
     assert loop.run() is RunState.FINISHED
     assert bench.ids() == undisturbed

@@ -9,14 +9,12 @@ from tests.hydra_ray.driver.fake_crew import FakeCrew, Fault, assert_history_is
 def test_growing_and_shrinking_keep_processes_and_batches(bench, undisturbed):
     crew = FakeCrew(load_turns=2)
     wishes = {3: 6, 6: 2, 8: 5}
-    real_step = bench.journal.step
 
-    def step(record):
-        real_step(record)
-        if record["step"] in wishes:
-            bench.requests.scale(wishes[record["step"]])
+    def act(step):
+        if step in wishes:
+            bench.requests.scale(wishes[step])
 
-    bench.journal.step = step
+    bench.after_each_step(act)
     bench.loop(crew).run()
     assert bench.ids() == undisturbed
     assert_history_is(crew, undisturbed)
@@ -31,29 +29,25 @@ def test_growing_and_shrinking_keep_processes_and_batches(bench, undisturbed):
 
 def test_a_burst_of_requests_settles_on_the_last(bench):
     crew = FakeCrew(load_turns=2)
-    real_step = bench.journal.step
 
-    def step(record):
-        real_step(record)
-        if record["step"] == 3:
+    def act(step):
+        if step == 3:
             for target in (2, 6, 3, 7, 3):
                 bench.requests.scale(target)
 
-    bench.journal.step = step
+    bench.after_each_step(act)
     bench.loop(crew).run()
     assert [g["num_ranks"] for g in bench.events("generation")] == [4, 3]
 
 
 def test_a_target_below_the_minimum_never_starves_the_run(bench, undisturbed):
     crew = FakeCrew([Fault(0, "run_step", 6)])
-    real_step = bench.journal.step
 
-    def step(record):
-        real_step(record)
-        if record["step"] == 3:
+    def act(step):
+        if step == 3:
             bench.requests.scale(1)
 
-    bench.journal.step = step
+    bench.after_each_step(act)
     assert bench.loop(crew, min_units=2, wait_s=5.0).run() is RunState.FINISHED
     assert bench.ids() == undisturbed
     assert {step["num_ranks"] for step in bench.directory.steps()} == {4, 2}
@@ -61,14 +55,12 @@ def test_a_target_below_the_minimum_never_starves_the_run(bench, undisturbed):
 
 def test_growth_that_cannot_be_met_is_given_up_whole(bench):
     crew = FakeCrew(capacity=5)
-    real_step = bench.journal.step
 
-    def step(record):
-        real_step(record)
-        if record["step"] == 2:
+    def act(step):
+        if step == 2:
             bench.requests.scale(7)
 
-    bench.journal.step = step
+    bench.after_each_step(act)
     bench.loop(crew, timeouts=Timeouts(grow_s=0.0)).run()
     assert [g["num_ranks"] for g in bench.events("generation")] == [4]
     assert bench.events("growth_failed")[0]["wanted"] == 7
@@ -96,13 +88,11 @@ def test_one_replacement_of_two_joins_when_the_other_finds_no_place(
 ):
     monkeypatch.setattr(growth, "REGROW_S", 0.0)
     crew = FakeCrew([Fault(0, "run_step", 4), Fault(1, "run_step", 4)])
-    real_step = bench.journal.step
 
-    def step(record):
-        real_step(record)
+    def act(_):
         crew.capacity = 3  # of the four
 
-    bench.journal.step = step
+    bench.after_each_step(act)
     bench.loop(crew).run()
     assert bench.ids() == undisturbed
     assert [g["num_ranks"] for g in bench.events("generation")] == [4, 2, 3]
@@ -118,14 +108,12 @@ def test_a_standby_takes_a_lost_worker_s_place_at_once(bench, undisturbed):
 
 def test_a_unit_asked_to_leave_leaves_and_is_replaced(bench, undisturbed):
     crew = FakeCrew()
-    real_step = bench.journal.step
 
-    def step(record):
-        real_step(record)
-        if record["step"] == 4:
+    def act(step):
+        if step == 4:
             bench.requests.retire(1)
 
-    bench.journal.step = step
+    bench.after_each_step(act)
     bench.loop(crew).run()
     assert bench.ids() == undisturbed
     assert 1 not in crew.workers
@@ -134,15 +122,13 @@ def test_a_unit_asked_to_leave_leaves_and_is_replaced(bench, undisturbed):
 
 def test_a_standby_asked_to_leave_is_ended_and_replaced(bench, undisturbed):
     crew = FakeCrew()
-    real_step = bench.journal.step
 
-    def step(record):
-        real_step(record)
-        if record["step"] == 4:
+    def act(step):
+        if step == 4:
             standby = next(unit for unit in crew.workers if unit not in crew.members)
             bench.requests.retire(standby)
 
-    bench.journal.step = step
+    bench.after_each_step(act)
     bench.loop(crew, standbys=1).run()
     assert bench.ids() == undisturbed
     assert [g["cause"] for g in bench.events("generation")] == ["start"]
